@@ -1,0 +1,52 @@
+# smoe-mp: what one can do here.  `make help` reads this file.
+# Everything sets itself up: a virtual environment in .venv, the C core built into it.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+SOURCES := pyproject.toml $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/CMakeLists.txt)
+CTEST_FLAGS ?=
+
+.PHONY: help demo test ctest pytest lint format asan tsan clean setup
+
+help: ## list these targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
+
+demo: $(VENV)/.ready ## make a small real vault and stream it through a ring much smaller
+	$(VENV)/bin/smoe-mp demo
+
+test: ctest pytest ## all tests
+
+ctest: $(VENV)/.ready ## the C tests alone
+	@csrc/ctest.sh build/ctest
+
+pytest: $(VENV)/.ready ## the Python tests alone
+	$(PY) -m pytest -q
+
+lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.c' '*.h')
+
+format: $(VENV)/.ready ## let ruff and clang-format have their way
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $$(git ls-files '*.c' '*.h')
+
+asan: $(VENV)/.ready ## the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@csrc/ctest.sh build/ctest-asan address,undefined
+
+tsan: $(VENV)/.ready ## the C tests under ThreadSanitizer
+	@csrc/ctest.sh build/ctest-tsan thread
+
+setup: $(VENV)/.ready ## only the virtual environment
+
+$(VENV)/.ready: $(SOURCES)
+	@csrc/toolcheck.sh $(PYTHON)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+clean: ## remove what was built
+	rm -rf build dist $(VENV) .demo

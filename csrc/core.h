@@ -1,0 +1,163 @@
+/* core.h: what the C files share: the handle, the slot word, and each file's functions.
+ *
+ * Reading order: shm_layout.h, segment.c, slot.c, queue.c, lru.c, ring.c, worker.c, recover.c.
+ *
+ * Memory order.  Four pairs of accesses carry everything; the labels stand at the code:
+ *   P1/P2  publish: the worker's CAS to READY or FAILED (release)  /  a reader's load of the word (acquire)
+ *   T1/T2  take: any CAS that takes or joins a slot (acq_rel)      /  the CAS that follows it (acq_rel)
+ *   Q1/Q2  a queue cell's CAS by the pusher (acq_rel)              /  the popper's load and CAS (acquire, acq_rel)
+ *   B1/B2  doorbell: the pusher adds to it after its push          /  a sleeper reads it before the queues
+ * Reservations and guess bits are "publish mine, then look at all": sequentially consistent.
+ * Homes, histogram, counters, ticks and bounds are hints, figures or maxima: relaxed.
+ */
+#ifndef SMOE_CORE_H
+#define SMOE_CORE_H
+
+#include "platform.h"
+#include "shm_layout.h"
+#include "smoe.h"
+
+#include <stdbool.h>
+
+#define INTERNAL __attribute__((visibility("hidden")))
+
+struct smoe_ring {
+    /* The control segment's regions in this process's map. */
+    struct smoe_header *header;
+    struct smoe_hot *hot;
+    _Atomic uint32_t *reservations;
+    struct smoe_participant *participants;
+    _Atomic uint64_t (*counters)[SMOE_COUNTER_ROW];
+    _Atomic uint32_t *file_modes;
+    _Atomic uint64_t *ticks, *bounds, *empties, *guesses;
+    _Atomic uint64_t *demand_cells, *speculative_cells;
+    _Atomic uint32_t *homes, *histogram;
+    struct smoe_slot *slots;
+    const uint32_t *grid;
+    const struct smoe_expert_rec *experts;
+    const struct smoe_window_rec *windows;
+    const struct smoe_part_rec *parts;
+    const struct smoe_move_rec *moves;
+    const struct smoe_layout_rec *layouts;
+    const struct smoe_tensor_rec *tensors;
+    const struct smoe_file_rec *files;
+    const char *strings;
+    /* Copies of the geometry, checked when it was mapped: shared memory is not asked again. */
+    uint32_t n_slots, n_groups, n_experts, n_files, n_windows, n_parts, n_moves, n_layouts, n_tensors;
+    uint32_t grid_layers, grid_experts, queue_capacity, guess_limit, read_align;
+    uint64_t slot_bytes, control_bytes, data_bytes, strings_bytes;
+    unsigned char *data; /* read-only for clients */
+
+    /* This process's part in it. */
+    int role;
+    uint32_t id;  /* participant id */
+    uint64_t bit; /* holder bit, clients only */
+    uint32_t generation;
+    int lock_fd;
+    uint64_t spin_ns;
+    _Atomic uint32_t *private_holds; /* one a slot: bit 31 lock, the rest a count */
+    _Atomic int closed;
+    uint32_t fork_generation;
+    struct smoe_ring *next; /* all handles of this process, for the fork handler */
+};
+
+/* --- the slot word ------------------------------------------------------------------------------ */
+
+#define WORD_STATE(w)      ((uint32_t)((w) & 7u))
+#define WORD_SPECULATIVE   8ull
+#define WORD_WORKER(w)     ((uint32_t)(((w) >> 4) & 127u))
+#define WORD_EXPERT(w)     ((uint32_t)(((w) >> 11) & 0x1FFFFFu))
+#define WORD_HOLDERS(w)    ((w) & 0xFFFFFFFF00000000ull)
+#define HOLDER_BIT(client) (1ull << (32u + (client)))
+
+static inline uint64_t word_make(uint32_t state, uint64_t speculative, uint32_t worker, uint32_t expert,
+                                 uint64_t holders) {
+    return (uint64_t)state | speculative | (uint64_t)worker << 4 | (uint64_t)expert << 11 | holders;
+}
+static inline bool word_resident(uint64_t w) {
+    return WORD_STATE(w) == SMOE_READY || WORD_STATE(w) == SMOE_CONSUMED;
+}
+static inline bool word_loading(uint64_t w) {
+    return WORD_STATE(w) == SMOE_QUEUED || WORD_STATE(w) == SMOE_READING;
+}
+static inline bool word_evictable(uint64_t w) {
+    return word_resident(w) && WORD_HOLDERS(w) == 0;
+}
+static inline bool word_guess(uint64_t w) {
+    return word_loading(w) && (w & WORD_SPECULATIVE);
+}
+static inline uint64_t slot_word(const smoe_ring *r, uint32_t s) {
+    return atomic_load_explicit(&r->slots[s].word, memory_order_acquire); /* P2, T2 */
+}
+static inline const _Atomic uint32_t *slot_futex(const smoe_ring *r, uint32_t s) {
+    return (const _Atomic uint32_t *)&r->slots[s].word; /* the low half: little-endian */
+}
+
+static inline void count(smoe_ring *r, enum smoe_counter c, uint64_t n) {
+    atomic_fetch_add_explicit(&r->counters[r->id][c], n, memory_order_relaxed);
+}
+
+/* slot.c: the only writer of slot words. */
+enum slot_join {
+    JOIN_NO,       /* the slot is not this expert's, or empty */
+    JOIN_HIT,      /* resident */
+    JOIN_LOADING,  /* QUEUED or READING for a demand */
+    JOIN_PROMOTED, /* was a guess; push it if it is still QUEUED */
+    JOIN_RETRY,    /* was FAILED, is QUEUED again: push it */
+};
+INTERNAL enum slot_join slot_join(smoe_ring *r, uint32_t s, uint32_t expert, uint64_t bit, uint64_t *before);
+INTERNAL bool slot_claim(smoe_ring *r, uint32_t s, uint32_t expert, uint64_t bit, uint64_t *before);
+INTERNAL bool slot_take(smoe_ring *r, uint32_t s, uint64_t seen, uint32_t expert, uint64_t speculative, uint64_t bit);
+INTERNAL bool slot_give_back(smoe_ring *r, uint32_t s, uint32_t expert, uint64_t speculative, uint64_t bit);
+INTERNAL bool slot_drop(smoe_ring *r, uint32_t s, uint64_t bit);
+INTERNAL bool slot_start(smoe_ring *r, uint32_t s, uint32_t worker, uint64_t *word);
+INTERNAL void slot_publish(smoe_ring *r, uint32_t s, uint32_t worker);
+INTERNAL void slot_fail(smoe_ring *r, uint32_t s, uint32_t worker);
+
+/* queue.c */
+struct queue {
+    struct smoe_queue_pos *pos;
+    _Atomic uint64_t *cells;
+    uint32_t capacity;
+};
+INTERNAL void queue_init(_Atomic uint64_t *cells, uint32_t capacity);
+INTERNAL struct queue demand_queue(const smoe_ring *r);
+INTERNAL struct queue speculative_queue(const smoe_ring *r);
+INTERNAL bool queue_push(struct queue q, uint32_t slot);
+INTERNAL int queue_pop(struct queue q); /* slot, or -1: empty */
+INTERNAL bool queue_empty(struct queue q);
+INTERNAL uint32_t queue_length(struct queue q);
+INTERNAL void doorbell_ring(smoe_ring *r, int workers);
+
+/* lru.c */
+INTERNAL void lru_stamp(smoe_ring *r, uint32_t s);
+INTERNAL int lru_victim(smoe_ring *r, uint64_t *word);
+INTERNAL int lru_find_empty(smoe_ring *r);
+INTERNAL void hint_empty(smoe_ring *r, uint32_t s);
+INTERNAL void hint_not_empty(smoe_ring *r, uint32_t s);
+INTERNAL bool guess_admit(smoe_ring *r, uint32_t s);
+INTERNAL void guess_mark(smoe_ring *r, uint32_t s);
+INTERNAL void guess_clear(smoe_ring *r, uint32_t s);
+INTERNAL uint32_t guess_count(const smoe_ring *r);
+
+/* segment.c */
+INTERNAL int segment_name(char out[40], const char *name, bool data);
+INTERNAL int fail(smoe_error *e, int code, const char *call, int os_error, uint64_t wanted, uint64_t got);
+INTERNAL uint32_t fork_generation(void);
+
+/* ring.c */
+INTERNAL void space_freed(smoe_ring *r);
+INTERNAL int ring_check(const smoe_ring *r, smoe_error *e);
+
+/* recover.c */
+INTERNAL void recover_client(smoe_ring *r, uint32_t id);
+
+/* worker.c */
+struct worker_options {
+    int watch_fd; /* hang-up: the supervisor died; -1: none */
+    int ready_fd; /* gets one byte when the files are open; -1: none */
+    const volatile int *stop;
+};
+int worker_run(smoe_ring *r, const struct worker_options *options, smoe_error *e);
+
+#endif

@@ -1,0 +1,262 @@
+/* info.c: what is where, and looking on.  Nothing here changes the ring. */
+#include "core.h"
+
+#include <errno.h>
+#include <string.h>
+
+const void *smoe_slot_data(const smoe_ring *r, uint32_t slot) {
+    return slot < r->n_slots ? r->data + (uint64_t)slot * r->slot_bytes : NULL;
+}
+
+int smoe_get_info(const smoe_ring *r, smoe_info *info) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    *info = (smoe_info){
+        .slot_bytes = r->slot_bytes,
+        .data_bytes = r->data_bytes,
+        .control_bytes = r->control_bytes,
+        .creation = {r->header->creation[0], r->header->creation[1]},
+        .n_slots = r->n_slots,
+        .n_experts = r->n_experts,
+        .n_files = r->n_files,
+        .n_layouts = r->n_layouts,
+        .grid_layers = r->grid_layers,
+        .grid_experts = r->grid_experts,
+        .queue_capacity = r->queue_capacity,
+        .guess_limit = r->guess_limit,
+        .read_deadline_ms = r->header->read_deadline_ms,
+        .top_k = r->header->top_k,
+        .read_align = r->read_align,
+        .speculation_ranks = r->header->speculation_ranks,
+        .huge = r->header->huge,
+        .abi = r->header->abi,
+        .id = r->id,
+    };
+    return 0;
+}
+
+int smoe_expert_pair(const smoe_ring *r, uint32_t expert_index, uint32_t *layer, uint32_t *expert) {
+    if (expert_index >= r->n_experts)
+        return SMOE_EID;
+    *layer = r->experts[expert_index].layer;
+    *expert = r->experts[expert_index].expert;
+    return 0;
+}
+
+int smoe_expert_layout(const smoe_ring *r, uint32_t expert_index) {
+    return expert_index < r->n_experts ? (int)r->experts[expert_index].layout : SMOE_EID;
+}
+
+int smoe_expert_parts(const smoe_ring *r, uint32_t expert_index, smoe_part *parts, uint32_t room) {
+    if (expert_index >= r->n_experts)
+        return SMOE_EID;
+    const struct smoe_expert_rec *x = &r->experts[expert_index];
+    for (uint32_t i = 0; i < x->n_parts && i < room; i++) {
+        const struct smoe_part_rec *p = &r->parts[x->first_part + i];
+        parts[i] = (smoe_part){p->slot_offset, p->bytes, p->file_offset, p->file, 0};
+    }
+    return (int)x->n_parts;
+}
+
+int smoe_expert_tensors(const smoe_ring *r, uint32_t expert_index, smoe_tensor *tensors, uint32_t room) {
+    if (expert_index >= r->n_experts)
+        return SMOE_EID;
+    const struct smoe_expert_rec *x = &r->experts[expert_index];
+    const struct smoe_layout_rec *l = &r->layouts[x->layout];
+    for (uint32_t i = 0; i < l->n_tensors && i < room; i++) {
+        const struct smoe_tensor_rec *t = &r->tensors[l->first_tensor + i];
+        tensors[i] = (smoe_tensor){
+            .name = r->strings + t->name,
+            .dtype = r->strings + t->dtype,
+            .ndim = t->ndim,
+            .part = t->part,
+            .offset = r->parts[x->first_part + t->part].slot_offset + t->offset,
+            .bytes = t->bytes,
+        };
+        memcpy(tensors[i].shape, t->shape, sizeof t->shape);
+    }
+    return (int)l->n_tensors;
+}
+
+const char *smoe_file_path(const smoe_ring *r, uint32_t file) {
+    return file < r->n_files ? r->strings + r->files[file].path : "?";
+}
+
+int smoe_file_mode(const smoe_ring *r, uint32_t file) {
+    return file < r->n_files ? (int)atomic_load_explicit(&r->file_modes[file], memory_order_relaxed) : -EINVAL;
+}
+
+int smoe_set_file_mode(smoe_ring *r, uint32_t file, int mode) {
+    if (file >= r->n_files)
+        return -EINVAL;
+    atomic_store_explicit(&r->file_modes[file], (uint32_t)mode, memory_order_relaxed);
+    return 0;
+}
+
+uint64_t smoe_counter_value(const smoe_ring *r, uint32_t counter, int id) {
+    if (counter >= SMOE_COUNTERS || id >= (int)SMOE_PARTICIPANTS)
+        return 0;
+    if (id >= 0)
+        return atomic_load_explicit(&r->counters[id][counter], memory_order_relaxed);
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < SMOE_PARTICIPANTS; i++)
+        sum += atomic_load_explicit(&r->counters[i][counter], memory_order_relaxed);
+    return sum;
+}
+
+const char *smoe_counter_name(uint32_t counter) {
+    static const char *const names[SMOE_COUNTERS] = {
+        [SMOE_C_HITS] = "hits",
+        [SMOE_C_JOINS] = "joins",
+        [SMOE_C_PROMOTED] = "promoted",
+        [SMOE_C_MISSES] = "misses",
+        [SMOE_C_GUESS_HITS] = "guess_hits",
+        [SMOE_C_GUESSES] = "guesses",
+        [SMOE_C_GUESS_DROPS] = "guess_drops",
+        [SMOE_C_EVICTIONS] = "evictions",
+        [SMOE_C_GUESS_WASTED] = "guess_wasted",
+        [SMOE_C_CLAIMS] = "claims",
+        [SMOE_C_RELEASES] = "releases",
+        [SMOE_C_BUSY_WAITS] = "busy_waits",
+        [SMOE_C_WAITS] = "waits",
+        [SMOE_C_WAIT_NS] = "wait_ns",
+        [SMOE_C_READ_ERRORS] = "read_errors",
+        [SMOE_C_TIMEOUTS] = "timeouts",
+        [SMOE_C_READS] = "reads",
+        [SMOE_C_WANTED_BYTES] = "wanted_bytes",
+        [SMOE_C_DEVICE_BYTES] = "device_bytes",
+        [SMOE_C_READ_NS] = "read_ns",
+        [SMOE_C_SKIPS] = "skips",
+        [SMOE_C_POPS_DEMAND] = "pops_demand",
+        [SMOE_C_POPS_SPECULATIVE] = "pops_speculative",
+        [SMOE_C_SHORT_READS] = "short_reads",
+        [SMOE_C_FAILED_READS] = "failed_reads",
+        [SMOE_C_FALLBACKS] = "fallbacks",
+    };
+    return counter < SMOE_COUNTERS ? names[counter] : NULL;
+}
+
+int smoe_census(const smoe_ring *r, uint32_t *out) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    memset(out, 0, 9 * sizeof *out);
+    for (uint32_t s = 0; s < r->n_slots; s++) {
+        uint64_t w = slot_word(r, s);
+        if (WORD_STATE(w) < SMOE_STATES)
+            out[WORD_STATE(w)]++;
+        out[6] += WORD_HOLDERS(w) != 0;
+        out[7] += word_guess(w);
+    }
+    for (uint32_t c = 0; c < SMOE_CLIENTS; c++)
+        out[8] += atomic_load_explicit(&r->reservations[c], memory_order_relaxed);
+    return 0;
+}
+
+int smoe_ring_state(const smoe_ring *r) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    return (int)atomic_load_explicit(&r->header->state, memory_order_acquire);
+}
+
+uint64_t smoe_slot_word(const smoe_ring *r, uint32_t slot) {
+    return slot < r->n_slots ? slot_word(r, slot) : 0;
+}
+
+uint64_t smoe_slot_tick(const smoe_ring *r, uint32_t slot) {
+    return slot < r->n_slots ? atomic_load_explicit(&r->ticks[slot], memory_order_relaxed) : 0;
+}
+
+uint32_t smoe_home(const smoe_ring *r, uint32_t expert_index) {
+    return expert_index < r->n_experts ? atomic_load_explicit(&r->homes[expert_index], memory_order_relaxed) : 0;
+}
+
+uint32_t smoe_histogram_count(const smoe_ring *r, uint32_t expert_index) {
+    return expert_index < r->n_experts ? atomic_load_explicit(&r->histogram[expert_index], memory_order_relaxed) : 0;
+}
+
+uint32_t smoe_queue_length(const smoe_ring *r, int speculative) {
+    return queue_length(speculative ? speculative_queue(r) : demand_queue(r));
+}
+
+int smoe_participants(const smoe_ring *r, smoe_participant_info *out, uint32_t room) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    uint32_t n = 0;
+    for (uint32_t id = 0; id < SMOE_PARTICIPANTS; id++) {
+        const struct smoe_participant *p = &r->participants[id];
+        if (!(atomic_load_explicit(&p->generation, memory_order_acquire) & 1))
+            continue;
+        if (n < room) {
+            out[n] = (smoe_participant_info){
+                .id = id,
+                .role = p->role,
+                .pid = p->pid,
+                /* By query of the lock; the own one does not conflict with itself. */
+                .alive = id == r->id || plat_lock_query(r->lock_fd, id) == 1,
+                .reserved_slots =
+                    id < SMOE_CLIENTS ? atomic_load_explicit(&r->reservations[id], memory_order_relaxed) : 0,
+                .current_slot = atomic_load_explicit(&p->current_slot, memory_order_relaxed),
+                .started_ns = p->started_ns,
+                .read_started_ns = atomic_load_explicit(&p->read_started_ns, memory_order_relaxed),
+            };
+            memcpy(out[n].label, p->label, sizeof out[n].label);
+            out[n].label[sizeof out[n].label - 1] = 0;
+        }
+        n++;
+    }
+    return (int)n;
+}
+
+uint64_t smoe_now_ns(void) {
+    return plat_now_ns();
+}
+
+uint32_t smoe_sizeof(uint32_t record) {
+    static const uint32_t sizes[] = {
+        sizeof(struct smoe_expert_rec), sizeof(struct smoe_window_rec), sizeof(struct smoe_part_rec),
+        sizeof(struct smoe_move_rec),   sizeof(struct smoe_layout_rec), sizeof(struct smoe_tensor_rec),
+        sizeof(struct smoe_file_rec),   sizeof(struct smoe_header),     sizeof(struct smoe_slot),
+    };
+    return record < sizeof sizes / sizeof *sizes ? sizes[record] : 0;
+}
+
+const char *smoe_strerror(int code) {
+    switch (code) {
+    case SMOE_EGONE:
+        return "the ring was removed or replaced";
+    case SMOE_EBUSY:
+        return "all slots are held";
+    case SMOE_EREAD:
+        return "the expert could not be read";
+    case SMOE_ETIMEOUT:
+        return "not read in time";
+    case SMOE_ENOSUPERVISOR:
+        return "not read in time, and nobody serves the ring";
+    case SMOE_ELEASE:
+        return "this process's registration was taken from it";
+    case SMOE_EFORKED:
+        return "the handle belongs to the parent process";
+    case SMOE_EABI:
+        return "the ring was made by another version or build";
+    case SMOE_ENOTLIVE:
+        return "the ring is not finished";
+    case SMOE_ECORRUPT:
+        return "numbers that do not add up";
+    case SMOE_ECLIENTS:
+        return "32 clients are attached already";
+    case SMOE_EID:
+        return "no such layer or expert, or one named twice";
+    case SMOE_ETOOLARGE:
+        return "more experts than the ring has slots";
+    case SMOE_ESTOPPING:
+        return "the ring is being stopped";
+    case SMOE_ENOSPACE:
+        return "the shared-memory file system is too small";
+    case SMOE_EDIRECT:
+        return "direct reads are required and refused";
+    case SMOE_ETAKEN:
+        return "another process holds this id's lock";
+    default:
+        return code < 0 && code > -1000 ? strerror(-code) : "unknown error";
+    }
+}

@@ -1,0 +1,164 @@
+/* lru.c: exact least-recently-used order without scans of the ring, and two kinds of hint bits.
+ *
+ * Every acquire, claim and completed load stamps its slot with the next value of a shared tick.  The
+ * victim is the evictable slot (READY or CONSUMED, no holder) with the smallest tick.  So that finding
+ * it does not scan thousands of slots, each group of 64 slots has a bound: a value that none of its
+ * ticks is below.  Two rules keep that exact without upkeep on the hot path; either alone fails:
+ *
+ *  - Ticks and bounds only ever rise (atomic maximum).  A process that drew its tick long ago cannot
+ *    set a slot back under a bound.
+ *  - A bound is the minimum over all slots of its group: held, loading and empty ones too.  One that
+ *    left a held slot out would lie above it after its release.  Emptying leaves the tick.
+ *
+ * A slot that is in use and has its group's smallest tick would be met again at every search; it is
+ * stamped anew, since it is in use now.  Ticks lie densely, eight a cache line, not beside the words.
+ *
+ * Hint bits, one word a group: `empties` finds an EMPTY slot, `guesses` counts guesses that are QUEUED
+ * or READING.  The slot word decides; a bit is set after the word says so and cleared after it no longer
+ * does, and whoever clears a bit looks at the word once more, so that a bit cleared under somebody's
+ * fresh transition is set again.  A process killed in between leaves a bit too many, which the next
+ * look corrects, or an EMPTY slot without its bit, which the search for a victim finds by its tick.
+ */
+#include "core.h"
+
+static void raise_to(_Atomic uint64_t *word, uint64_t value) {
+    uint64_t seen = atomic_load_explicit(word, memory_order_relaxed);
+    while (seen < value &&
+           !atomic_compare_exchange_weak_explicit(word, &seen, value, memory_order_relaxed, memory_order_relaxed)) {
+    }
+}
+
+void lru_stamp(smoe_ring *r, uint32_t s) {
+    raise_to(&r->ticks[s], atomic_fetch_add_explicit(&r->hot->tick, 1, memory_order_relaxed) + 1);
+}
+
+static uint32_t smallest_bound(const smoe_ring *r, uint64_t *bound) {
+    uint32_t group = 0;
+    uint64_t least = UINT64_MAX;
+    for (uint32_t g = 0; g < r->n_groups; g++) {
+        uint64_t b = atomic_load_explicit(&r->bounds[g], memory_order_relaxed);
+        if (b < least) {
+            least = b;
+            group = g;
+        }
+    }
+    *bound = least;
+    return group;
+}
+
+/* The slot with the smallest tick of a group; refreshes the bound. */
+static uint32_t oldest_of(smoe_ring *r, uint32_t group, uint64_t *tick) {
+    const _Atomic uint64_t *ticks = &r->ticks[group * SMOE_GROUP];
+    uint32_t oldest = 0;
+    uint64_t least = UINT64_MAX;
+    for (uint32_t i = 0; i < SMOE_GROUP; i++) {
+        uint64_t t = atomic_load_explicit(&ticks[i], memory_order_relaxed);
+        if (t < least) {
+            least = t;
+            oldest = i;
+        }
+    }
+    raise_to(&r->bounds[group], least);
+    *tick = least;
+    return group * SMOE_GROUP + oldest;
+}
+
+/* The evictable (or EMPTY) slot with the smallest tick, and its word as seen; -1: there is none.
+ *
+ * Ends: each round either settles a group's minimum or stamps a slot in use above `start`, and a bound
+ * above `start` means that everything older is in use. */
+int lru_victim(smoe_ring *r, uint64_t *word) {
+    uint64_t start = atomic_load_explicit(&r->hot->tick, memory_order_relaxed);
+    uint64_t best_tick = UINT64_MAX, bound, tick;
+    int best = -1;
+    for (;;) {
+        uint32_t group = smallest_bound(r, &bound);
+        if (bound >= best_tick || bound > start)
+            return best;
+        uint32_t s = oldest_of(r, group, &tick);
+        if (tick > start || tick >= best_tick)
+            continue; /* its bound is refreshed: it will not be the smallest again */
+        uint64_t w = slot_word(r, s);
+        if (word_evictable(w) || WORD_STATE(w) == SMOE_EMPTY) {
+            best = (int)s;
+            best_tick = tick;
+            *word = w;
+        } else {
+            lru_stamp(r, s);
+        }
+    }
+}
+
+static void hint_set(_Atomic uint64_t *bits, uint32_t s) {
+    atomic_fetch_or_explicit(&bits[s / SMOE_GROUP], 1ull << (s % SMOE_GROUP), memory_order_seq_cst);
+}
+
+static void hint_clear(_Atomic uint64_t *bits, uint32_t s) {
+    atomic_fetch_and_explicit(&bits[s / SMOE_GROUP], ~(1ull << (s % SMOE_GROUP)), memory_order_seq_cst);
+}
+
+void hint_empty(smoe_ring *r, uint32_t s) {
+    hint_set(r->empties, s);
+}
+
+void hint_not_empty(smoe_ring *r, uint32_t s) {
+    if (!(atomic_load_explicit(&r->empties[s / SMOE_GROUP], memory_order_relaxed) >> (s % SMOE_GROUP) & 1))
+        return;
+    hint_clear(r->empties, s);
+    if (WORD_STATE(slot_word(r, s)) == SMOE_EMPTY)
+        hint_set(r->empties, s);
+}
+
+/* An EMPTY slot, or -1. */
+int lru_find_empty(smoe_ring *r) {
+    for (uint32_t g = 0; g < r->n_groups; g++) {
+        uint64_t bits = atomic_load_explicit(&r->empties[g], memory_order_relaxed);
+        while (bits) {
+            uint32_t s = g * SMOE_GROUP + (uint32_t)__builtin_ctzll(bits);
+            if (s < r->n_slots && WORD_STATE(slot_word(r, s)) == SMOE_EMPTY)
+                return (int)s;
+            if (s < r->n_slots)
+                hint_not_empty(r, s);
+            bits &= bits - 1;
+        }
+    }
+    return -1;
+}
+
+uint32_t guess_count(const smoe_ring *r) {
+    uint32_t n = 0;
+    for (uint32_t g = 0; g < r->n_groups; g++)
+        n += (uint32_t)__builtin_popcountll(atomic_load_explicit(&r->guesses[g], memory_order_seq_cst));
+    return n;
+}
+
+void guess_mark(smoe_ring *r, uint32_t s) {
+    hint_set(r->guesses, s);
+}
+
+void guess_clear(smoe_ring *r, uint32_t s) {
+    if (!(atomic_load_explicit(&r->guesses[s / SMOE_GROUP], memory_order_relaxed) >> (s % SMOE_GROUP) & 1))
+        return;
+    hint_clear(r->guesses, s);
+    if (word_guess(slot_word(r, s)))
+        hint_set(r->guesses, s);
+}
+
+/* May slot s become one more guess?  The bit is set first and counted with all others, so that of two
+ * that would overstep the limit together at least one sees it.  On false the bit is cleared again. */
+bool guess_admit(smoe_ring *r, uint32_t s) {
+    hint_set(r->guesses, s);
+    if (guess_count(r) <= r->guess_limit)
+        return true;
+    /* Bits of guesses that were promoted, taken or published by a process killed before it cleared them. */
+    for (uint32_t g = 0; g < r->n_groups; g++)
+        for (uint64_t bits = atomic_load_explicit(&r->guesses[g], memory_order_relaxed); bits; bits &= bits - 1) {
+            uint32_t other = g * SMOE_GROUP + (uint32_t)__builtin_ctzll(bits);
+            if (other != s && other < r->n_slots && !word_guess(slot_word(r, other)))
+                guess_clear(r, other);
+        }
+    if (guess_count(r) <= r->guess_limit)
+        return true;
+    guess_clear(r, s);
+    return false;
+}

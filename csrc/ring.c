@@ -1,0 +1,769 @@
+/* ring.c: demand, claim, release, speculate and wait: what a client does, all of it on shared memory.
+ *
+ * Holds.  A client's holder bit in a slot word stands for any number of holds of its threads; how many
+ * is counted in private memory that dies with the process, one word a slot with a lock bit.  The own
+ * holder bit is set, cleared, taken and given back only under that lock bit: otherwise one thread's last
+ * release would clear the bit under another thread's fresh hold.
+ *
+ * Reservations.  Every slot with the own holder bit is covered by one unit of the client's reservation,
+ * and the reservations of all clients never exceed the slots; so whoever has one finds a slot.  The
+ * count is the sum over the clients' registrations, each written by its owner alone: reserving adds to
+ * the own one first and then looks at the sum, and takes back where it is too large.  Of two clients
+ * that would overstep together at least one sees the other (sequential consistency), and a dead
+ * client's share goes by clearing one word.  A batch reserves all it needs at once and holds nothing of
+ * that batch while it waits.
+ *
+ * Homes.  homes[expert] names the slot that last took the expert.  It is a hint; the slot word decides.
+ *
+ * A hit touches: own reservation, private count, home, slot word, tick, histogram, counter.  It enters
+ * the kernel not at all.
+ */
+#include "core.h"
+
+#include <errno.h>
+#include <string.h>
+
+#define SLICE_NS 100000000ull /* longest sleep before everything is looked at again */
+#define LOCKED   0x80000000u
+
+static void cpu_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* --- private holds -------------------------------------------------------------------------------- */
+
+static uint32_t hold_lock(smoe_ring *r, uint32_t s) {
+    for (unsigned spins = 0;; spins++) {
+        uint32_t v = atomic_load_explicit(&r->private_holds[s], memory_order_relaxed);
+        if (!(v & LOCKED) && atomic_compare_exchange_weak_explicit(&r->private_holds[s], &v, v | LOCKED,
+                                                                   memory_order_acquire, memory_order_relaxed))
+            return v;
+        if (spins % 64 == 63)
+            plat_relax(); /* the thread inside may have lost its core */
+        else
+            cpu_relax();
+    }
+}
+
+static void hold_unlock(smoe_ring *r, uint32_t s, uint32_t held) {
+    atomic_store_explicit(&r->private_holds[s], held, memory_order_release);
+}
+
+/* --- state of the ring and of this handle ----------------------------------------------------------- */
+
+static int usable(const smoe_ring *r, smoe_error *e) {
+    if (r->fork_generation != fork_generation())
+        return fail(e, SMOE_EFORKED, "fork", 0, 0, 0);
+    if (r->id >= SMOE_PARTICIPANTS)
+        return fail(e, -EPERM, "observer", EPERM, 0, 0);
+    return 0;
+}
+
+int ring_check(const smoe_ring *r, smoe_error *e) {
+    int rc = usable(r, e);
+    if (rc)
+        return rc;
+    uint32_t state = atomic_load_explicit(&r->header->state, memory_order_acquire);
+    if (state != SMOE_LIVE && state != SMOE_STOPPING)
+        return fail(e, SMOE_EGONE, "state", 0, SMOE_LIVE, state);
+    uint32_t g = atomic_load_explicit(&r->participants[r->id].generation, memory_order_acquire);
+    if (g != r->generation)
+        return fail(e, SMOE_ELEASE, "generation", 0, r->generation, g);
+    return 0;
+}
+
+/* The same, for those who want something new. */
+static int demand_check(const smoe_ring *r, smoe_error *e) {
+    int rc = ring_check(r, e);
+    if (rc == 0 && atomic_load_explicit(&r->header->state, memory_order_acquire) == SMOE_STOPPING)
+        rc = fail(e, SMOE_ESTOPPING, "state", 0, SMOE_LIVE, SMOE_STOPPING);
+    return rc;
+}
+
+/* Nothing came in time.  Is anybody there to serve? */
+static int timed_out(const smoe_ring *r, smoe_error *e, uint32_t s, uint32_t expert, uint64_t limit_ms) {
+    bool served = plat_lock_query(r->lock_fd, SMOE_ID_SUPERVISOR) != 0;
+    int code = fail(e, served ? SMOE_ETIMEOUT : SMOE_ENOSUPERVISOR, "wait", ETIMEDOUT, limit_ms, 0);
+    if (e && s < r->n_slots) {
+        e->layer = r->experts[expert].layer;
+        e->expert = r->experts[expert].expert;
+        e->got = WORD_STATE(slot_word(r, s));
+        e->offset = WORD_WORKER(slot_word(r, s));
+    }
+    return code;
+}
+
+/* --- reservations ----------------------------------------------------------------------------------- */
+
+static uint64_t reserved_total(const smoe_ring *r) {
+    uint64_t n = 0;
+    for (uint32_t c = 0; c < SMOE_CLIENTS; c++)
+        n += atomic_load_explicit(&r->reservations[c], memory_order_seq_cst);
+    return n;
+}
+
+/* Someone may be asleep for want of space.  The flag is cleared by the waker; left behind by a killed
+ * sleeper it costs one wake. */
+void space_freed(smoe_ring *r) {
+    if (atomic_load_explicit(&r->hot->space_wanted, memory_order_seq_cst) &&
+        atomic_exchange_explicit(&r->hot->space_wanted, 0, memory_order_seq_cst)) {
+        atomic_fetch_add_explicit(&r->hot->space, 1, memory_order_seq_cst);
+        plat_wake(&r->hot->space, 0);
+    }
+}
+
+static void unreserve(smoe_ring *r, uint32_t n) {
+    if (n == 0)
+        return;
+    atomic_fetch_sub_explicit(&r->reservations[r->id], n, memory_order_seq_cst);
+    space_freed(r);
+}
+
+static bool reserve_try(smoe_ring *r, uint32_t n) {
+    atomic_fetch_add_explicit(&r->reservations[r->id], n, memory_order_seq_cst);
+    if (reserved_total(r) <= r->n_slots)
+        return true;
+    /* No wake: this gives nothing back that was there for others before. */
+    atomic_fetch_sub_explicit(&r->reservations[r->id], n, memory_order_seq_cst);
+    return false;
+}
+
+static int busy(const smoe_ring *r, smoe_error *e, uint32_t n) {
+    int code = fail(e, SMOE_EBUSY, "reserve", 0, n, 0);
+    if (e) {
+        uint64_t total = reserved_total(r);
+        e->got = total < r->n_slots ? r->n_slots - total : 0;
+        for (uint32_t c = 0; c < SMOE_CLIENTS; c++)
+            if (atomic_load_explicit(&r->reservations[c], memory_order_relaxed))
+                e->holders |= 1u << c;
+    }
+    return code;
+}
+
+/* Sleep until space may have come free.  The first naps are short and differ from client to client: two
+ * that fail by each other's attempt must not go on meeting. */
+static int space_nap(smoe_ring *r, uint32_t seen, unsigned tries, uint64_t deadline) {
+    uint64_t now = plat_now_ns();
+    uint64_t nap = (200000ull + 70000ull * (r->id % 8)) << (tries < 8 ? tries : 8);
+    if (nap > SLICE_NS)
+        nap = SLICE_NS;
+    if (now + nap > deadline)
+        nap = deadline > now ? deadline - now : 1;
+    return plat_wait(&r->hot->space, seen, nap);
+}
+
+/* Reserve n slots at once or not at all. */
+static int reserve(smoe_ring *r, uint32_t n, uint64_t deadline, smoe_error *e) {
+    if (n > r->n_slots)
+        return fail(e, SMOE_ETOOLARGE, "reserve", 0, n, r->n_slots);
+    if (reserve_try(r, n))
+        return 0;
+    count(r, SMOE_C_BUSY_WAITS, 1);
+    for (unsigned tries = 0;; tries++) {
+        uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
+        atomic_store_explicit(&r->hot->space_wanted, 1, memory_order_seq_cst);
+        if (reserve_try(r, n))
+            return 0;
+        int rc = demand_check(r, e);
+        if (rc)
+            return rc;
+        if (plat_now_ns() >= deadline)
+            return busy(r, e, n);
+        if (space_nap(r, seen, tries, deadline) == -EINTR)
+            return fail(e, -EINTR, "reserve", EINTR, 0, 0);
+    }
+}
+
+/* --- acquire ---------------------------------------------------------------------------------------- */
+
+int64_t smoe_expert_index(const smoe_ring *r, int64_t layer, int64_t expert) {
+    if (layer < 0 || expert < 0 || layer >= r->grid_layers || expert >= r->grid_experts)
+        return SMOE_EID;
+    uint32_t cell = r->grid[(uint64_t)layer * r->grid_experts + (uint64_t)expert]; /* index + 1 */
+    return cell - 1 < r->n_experts ? (int64_t)cell - 1 : SMOE_EID;
+}
+
+/* A queued read that nobody holds: a guess, or what a client left that died or gave up waiting. */
+static int unheld_queued(const smoe_ring *r, uint64_t *word) {
+    for (uint32_t s = 0; s < r->n_slots; s++) {
+        *word = slot_word(r, s);
+        if (WORD_STATE(*word) == SMOE_QUEUED && WORD_HOLDERS(*word) == 0)
+            return (int)s;
+    }
+    return -1;
+}
+
+/* What follows a slot_take, for demand and guess alike. */
+static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
+    if (WORD_STATE(before) == SMOE_EMPTY) {
+        hint_not_empty(r, s);
+        return;
+    }
+    uint32_t named = s + 1;
+    atomic_compare_exchange_strong_explicit(&r->homes[WORD_EXPERT(before)], &named, 0, memory_order_relaxed,
+                                            memory_order_relaxed);
+    if (word_resident(before)) {
+        count(r, SMOE_C_EVICTIONS, 1);
+        if (before & WORD_SPECULATIVE)
+            count(r, SMOE_C_GUESS_WASTED, 1);
+    } else if (word_guess(before)) {
+        guess_clear(r, s);
+    }
+}
+
+/* Take a slot for a demand; the caller has a reservation.  Returns the slot or an error.  There can be
+ * none for a moment: while a guess, or a read whose waiters left, is being read into the last one. */
+static int take_slot(smoe_ring *r, uint32_t expert, uint64_t deadline, smoe_error *e) {
+    for (unsigned tries = 0;;) {
+        uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
+        uint64_t word = 0;
+        int s = lru_find_empty(r);
+        if (s < 0)
+            s = lru_victim(r, &word);
+        if (s < 0)
+            s = unheld_queued(r, &word);
+        if (s >= 0) {
+            uint32_t held = hold_lock(r, (uint32_t)s);
+            bool ok = held == 0 && slot_take(r, (uint32_t)s, word, expert, 0, r->bit);
+            hold_unlock(r, (uint32_t)s, ok ? 1 : held);
+            if (ok) {
+                taken(r, (uint32_t)s, word);
+                return s;
+            }
+            /* Lost to somebody else; or this handle's bits were taken from it, which ends the loop. */
+            int rc = ring_check(r, e);
+            if (rc)
+                return rc;
+            continue;
+        }
+        atomic_store_explicit(&r->hot->space_wanted, 1, memory_order_seq_cst);
+        if (tries++ == 0)
+            continue; /* once more with the flag up */
+        int rc = demand_check(r, e);
+        if (rc)
+            return rc;
+        if (plat_now_ns() >= deadline)
+            return timed_out(r, e, r->n_slots, expert, 0);
+        if (space_nap(r, seen, tries, deadline) == -EINTR)
+            return fail(e, -EINTR, "take a slot", EINTR, 0, 0);
+    }
+}
+
+static void queue_demand(smoe_ring *r, uint32_t s, uint32_t *pushed) {
+    /* A full queue undoes nothing: whoever waits for the slot pushes it again. */
+    if (queue_push(demand_queue(r), s))
+        ++*pushed;
+}
+
+static void set_hold(smoe_hold *h, uint32_t expert, uint32_t s, bool hit) {
+    h->expert_index = expert;
+    h->slot = s;
+    h->hit = hit;
+    h->status = hit ? SMOE_HOLD_RESIDENT : SMOE_HOLD_LOADING;
+}
+
+static void count_popularity(smoe_ring *r, uint32_t expert) {
+    _Atomic uint32_t *n = &r->histogram[expert];
+    if (atomic_load_explicit(n, memory_order_relaxed) != UINT32_MAX)
+        atomic_fetch_add_explicit(n, 1, memory_order_relaxed);
+}
+
+/* Join the expert's home, if it is one.  True: *hold is set. */
+static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, smoe_hold *hold, uint32_t *pushed) {
+    uint64_t before;
+    uint32_t held = hold_lock(r, s);
+    enum slot_join j = slot_join(r, s, expert, r->bit, &before);
+    hold_unlock(r, s, j == JOIN_NO ? held : held + 1);
+    if (j == JOIN_NO)
+        return false;
+    if (held)
+        unreserve(r, 1); /* the slot is covered already */
+    lru_stamp(r, s);
+    set_hold(hold, expert, s, j == JOIN_HIT);
+    switch (j) {
+    case JOIN_HIT:
+        count(r, SMOE_C_HITS, 1);
+        count_popularity(r, expert);
+        if (before & WORD_SPECULATIVE)
+            count(r, SMOE_C_GUESS_HITS, 1);
+        break;
+    case JOIN_PROMOTED:
+        count(r, SMOE_C_PROMOTED, 1);
+        guess_clear(r, s);
+        if (WORD_STATE(before) == SMOE_QUEUED)
+            queue_demand(r, s, pushed); /* the guess's own entry is skipped when it is popped */
+        break;
+    case JOIN_RETRY:
+        count(r, SMOE_C_MISSES, 1);
+        queue_demand(r, s, pushed);
+        break;
+    default:
+        count(r, SMOE_C_JOINS, 1);
+    }
+    return true;
+}
+
+static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, uint64_t deadline, uint32_t *pushed,
+                       smoe_error *e) {
+    for (;;) {
+        uint32_t home = atomic_load_explicit(&r->homes[expert], memory_order_relaxed);
+        if (home - 1 < r->n_slots && join_home(r, expert, home - 1, hold, pushed))
+            return 0;
+        int taken_slot = take_slot(r, expert, deadline, e);
+        if (taken_slot < 0)
+            return taken_slot;
+        uint32_t s = (uint32_t)taken_slot;
+        uint32_t named = home;
+        if (!atomic_compare_exchange_strong_explicit(&r->homes[expert], &named, s + 1, memory_order_relaxed,
+                                                     memory_order_relaxed) &&
+            named != s + 1) {
+            /* Somebody else took a slot for this expert meanwhile.  Give ours back exactly as it was
+             * taken; has anyone joined it, it stays: two slots with one expert are harmless, an emptied
+             * slot under a joiner is not. */
+            uint32_t held = hold_lock(r, s);
+            bool back = held == 1 && slot_give_back(r, s, expert, 0, r->bit);
+            hold_unlock(r, s, back ? 0 : held);
+            if (back) {
+                hint_empty(r, s);
+                continue;
+            }
+        }
+        lru_stamp(r, s);
+        count(r, SMOE_C_MISSES, 1);
+        set_hold(hold, expert, s, false);
+        queue_demand(r, s, pushed);
+        return 0;
+    }
+}
+
+static uint64_t deadline_of(const smoe_ring *r, int64_t timeout_ms) {
+    uint64_t ms = timeout_ms < 0 ? r->header->read_deadline_ms : (uint64_t)timeout_ms;
+    return plat_now_ns() + (ms > 1000000000000ull ? 1000000000000ull : ms) * 1000000u;
+}
+
+/* Indices of the batch's experts; none named twice. */
+static int resolve(const smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
+                   smoe_error *e) {
+    bool ascending = true; /* as routers' unions come: then none is named twice */
+    for (uint32_t i = 0; i < n; i++) {
+        int64_t index = smoe_expert_index(r, layer, experts[i]);
+        bool twice = false;
+        ascending = ascending && (i == 0 || experts[i] > experts[i - 1]);
+        for (uint32_t k = 0; !ascending && k < i && !twice; k++)
+            twice = experts[k] == experts[i];
+        if (index < 0 || twice) {
+            fail(e, SMOE_EID, twice ? "named twice" : "no such expert", 0, (uint64_t)experts[i], i);
+            return SMOE_EID;
+        }
+        holds[i].expert_index = (uint32_t)index;
+    }
+    return 0;
+}
+
+static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, bool wait,
+                   uint64_t deadline, smoe_error *e) {
+    int rc = demand_check(r, e);
+    if (rc)
+        return rc;
+    if (r->id >= SMOE_CLIENTS)
+        return fail(e, -EPERM, "only clients hold slots", EPERM, 0, 0);
+    if (n > r->n_slots)
+        return fail(e, SMOE_ETOOLARGE, "reserve", 0, n, r->n_slots);
+    for (uint32_t i = 0; i < n; i++)
+        holds[i].status = SMOE_HOLD_NONE;
+    rc = resolve(r, layer, experts, n, holds, e);
+    if (rc || n == 0)
+        return rc;
+    if (wait)
+        rc = reserve(r, n, deadline, e);
+    else
+        rc = reserve_try(r, n) ? 0 : busy(r, e, n);
+    if (rc)
+        return rc;
+    uint32_t pushed = 0;
+    int hits = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        rc = acquire_one(r, holds[i].expert_index, &holds[i], deadline, &pushed, e);
+        if (rc) {
+            unreserve(r, n - i);
+            smoe_release(r, holds, i);
+            break;
+        }
+        hits += (int)holds[i].hit;
+    }
+    if (pushed)
+        doorbell_ring(r, (int)pushed);
+    return rc ? rc : hits;
+}
+
+int smoe_acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int64_t timeout_ms,
+                 smoe_error *e) {
+    return acquire(r, layer, experts, n, holds, true, deadline_of(r, timeout_ms), e);
+}
+
+int smoe_acquire_nowait(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
+                        smoe_error *e) {
+    return acquire(r, layer, experts, n, holds, false, deadline_of(r, -1), e);
+}
+
+int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *hold, smoe_error *e) {
+    int rc = ring_check(r, e);
+    if (rc)
+        return rc;
+    if (r->id >= SMOE_CLIENTS)
+        return fail(e, -EPERM, "only clients hold slots", EPERM, 0, 0);
+    hold->status = SMOE_HOLD_NONE;
+    int64_t index = smoe_expert_index(r, layer, expert);
+    if (index < 0)
+        return fail(e, SMOE_EID, "no such expert", 0, (uint64_t)expert, 0);
+    uint32_t home = atomic_load_explicit(&r->homes[index], memory_order_relaxed);
+    if (home - 1 >= r->n_slots || !reserve_try(r, 1))
+        return 0;
+    uint32_t s = home - 1;
+    uint64_t before;
+    uint32_t held = hold_lock(r, s);
+    bool ok = slot_claim(r, s, (uint32_t)index, r->bit, &before);
+    hold_unlock(r, s, ok ? held + 1 : held);
+    if (!ok || held)
+        unreserve(r, 1);
+    if (!ok)
+        return 0;
+    lru_stamp(r, s);
+    set_hold(hold, (uint32_t)index, s, true);
+    count(r, SMOE_C_CLAIMS, 1);
+    count_popularity(r, (uint32_t)index);
+    if (before & WORD_SPECULATIVE)
+        count(r, SMOE_C_GUESS_HITS, 1);
+    return 1;
+}
+
+/* --- release ---------------------------------------------------------------------------------------- */
+
+static void release_one(smoe_ring *r, smoe_hold *h) {
+    uint32_t s = h->slot;
+    h->status = SMOE_HOLD_NONE;
+    uint32_t held = hold_lock(r, s);
+    if (held == 1)
+        slot_drop(r, s, r->bit);
+    hold_unlock(r, s, held ? held - 1 : 0);
+    if (held == 1)
+        unreserve(r, 1);
+}
+
+int smoe_release(smoe_ring *r, smoe_hold *holds, uint32_t n) {
+    /* Not ring_check: what is held of a ring that is gone is given up all the same. */
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    if (atomic_load_explicit(&r->participants[r->id].generation, memory_order_acquire) != r->generation)
+        return SMOE_ELEASE; /* taken from us: the bits are no longer ours to clear */
+    uint32_t released = 0;
+    for (uint32_t i = 0; i < n; i++)
+        if (holds[i].status != SMOE_HOLD_NONE && holds[i].slot < r->n_slots) {
+            release_one(r, &holds[i]);
+            released++;
+        }
+    if (released)
+        count(r, SMOE_C_RELEASES, released);
+    return (int)released;
+}
+
+int smoe_hold_again(smoe_ring *r, const smoe_hold *hold, smoe_hold *again) {
+    again->status = SMOE_HOLD_NONE;
+    int rc = usable(r, NULL);
+    if (rc || hold->status == SMOE_HOLD_NONE || hold->slot >= r->n_slots)
+        return rc ? rc : -EINVAL;
+    uint32_t held = hold_lock(r, hold->slot);
+    hold_unlock(r, hold->slot, held ? held + 1 : 0);
+    if (!held)
+        return -EINVAL;
+    *again = *hold;
+    return 0;
+}
+
+/* --- wait ------------------------------------------------------------------------------------------- */
+
+/* The error of a FAILED slot, if it is still that when the record has been read. */
+static bool read_error(smoe_ring *r, uint32_t s, uint32_t expert, smoe_error *e) {
+    const struct smoe_slot *slot = &r->slots[s];
+    smoe_error seen;
+    fail(&seen, SMOE_EREAD, "read", slot->error, slot->error_wanted, slot->error_got);
+    seen.file = slot->error_file;
+    seen.offset = slot->error_offset;
+    seen.layer = r->experts[expert].layer;
+    seen.expert = r->experts[expert].expert;
+    atomic_thread_fence(memory_order_acquire);
+    if (WORD_STATE(slot_word(r, s)) != SMOE_FAILED)
+        return false; /* somebody has demanded it anew: there will be another answer */
+    if (e)
+        *e = seen;
+    return true;
+}
+
+/* 1: resident; 0: not yet; SMOE_EREAD (the hold is dropped), SMOE_ELEASE. */
+static int look(smoe_ring *r, smoe_hold *h, smoe_error *e) {
+    uint64_t w = slot_word(r, h->slot); /* P2: the word before the bytes */
+    if (!(w & r->bit) || WORD_EXPERT(w) != h->expert_index)
+        return fail(e, SMOE_ELEASE, "slot word", 0, r->bit, w);
+    if (word_resident(w)) {
+        h->status = SMOE_HOLD_RESIDENT;
+        count_popularity(r, h->expert_index);
+        return 1;
+    }
+    if (WORD_STATE(w) == SMOE_FAILED && read_error(r, h->slot, h->expert_index, e)) {
+        count(r, SMOE_C_READ_ERRORS, 1);
+        release_one(r, h);
+        return SMOE_EREAD;
+    }
+    return 0;
+}
+
+/* A waiter's duties at each slice: a slot whose entry is gone from its queue is pushed again (its taker
+ * may be stopped between taking and pushing, and stopped is not dead); a wake may have gone to a worker
+ * that is stopped. */
+static void help(smoe_ring *r, uint32_t s) {
+    if (WORD_STATE(slot_word(r, s)) != SMOE_QUEUED)
+        return;
+    if (queue_empty(demand_queue(r)))
+        (void)queue_push(demand_queue(r), s);
+    doorbell_ring(r, 1);
+}
+
+/* Has the read of this slot taken too long?  A queued one counts from the last read that ended, so that
+ * a long queue on a slow disk is not taken for a dead one. */
+static bool overdue(const smoe_ring *r, uint32_t s, uint64_t began, uint64_t now) {
+    uint64_t since = began, limit = (uint64_t)r->header->read_deadline_ms * 1000000u;
+    if (WORD_STATE(slot_word(r, s)) == SMOE_READING) {
+        uint64_t started = atomic_load_explicit(&r->slots[s].read_started_ns, memory_order_relaxed);
+        if (started && started < now)
+            since = started;
+    } else {
+        uint64_t landed = atomic_load_explicit(&r->hot->landed_ns, memory_order_relaxed);
+        if (landed > since)
+            since = landed;
+    }
+    return limit && now > since && now - since > limit;
+}
+
+/* One slice ended without the bytes: everything that can have gone wrong.  Drops the hold on a time-out. */
+static int after_slice(smoe_ring *r, smoe_hold *h, uint64_t began, uint64_t deadline, smoe_error *e) {
+    int rc = ring_check(r, e);
+    if (rc)
+        return rc;
+    uint64_t now = plat_now_ns();
+    if (now >= deadline || overdue(r, h->slot, began, now)) {
+        rc = timed_out(r, e, h->slot, h->expert_index, (now - began) / 1000000u);
+        count(r, SMOE_C_TIMEOUTS, 1);
+        release_one(r, h);
+        return rc;
+    }
+    help(r, h->slot);
+    return 0;
+}
+
+static uint64_t slice(uint64_t deadline) {
+    uint64_t now = plat_now_ns();
+    return now >= deadline ? 1 : deadline - now < SLICE_NS ? deadline - now : SLICE_NS;
+}
+
+/* Returns 0 when resident. */
+static int wait_one(smoe_ring *r, smoe_hold *h, uint64_t began, uint64_t deadline, smoe_error *e) {
+    int rc = look(r, h, e);
+    if (rc)
+        return rc < 0 ? rc : 0;
+    uint64_t spin_until = began + r->spin_ns;
+    do {
+        for (int i = 0; i < 16; i++)
+            cpu_relax();
+        rc = look(r, h, e);
+        if (rc)
+            return rc < 0 ? rc : 0;
+    } while (plat_now_ns() < spin_until);
+    for (;;) {
+        uint32_t low = (uint32_t)slot_word(r, h->slot);
+        rc = look(r, h, e);
+        if (rc)
+            return rc < 0 ? rc : 0;
+        int woken = plat_wait(slot_futex(r, h->slot), low, slice(deadline));
+        if (woken == -EINTR)
+            return fail(e, -EINTR, "wait", EINTR, 0, 0);
+        rc = look(r, h, e);
+        if (rc)
+            return rc < 0 ? rc : 0;
+        rc = after_slice(r, h, began, deadline, e);
+        if (rc)
+            return rc;
+    }
+}
+
+/* A time limit below zero means none of the caller's own: the ring's read deadline then decides. */
+static uint64_t wait_deadline(int64_t timeout_ms, uint64_t now) {
+    if (timeout_ms < 0 || timeout_ms > 1000000000000ll)
+        return UINT64_MAX;
+    return now + (uint64_t)timeout_ms * 1000000u;
+}
+
+static int wait_all(smoe_ring *r, smoe_hold *holds, uint32_t n, uint64_t deadline, smoe_error *e) {
+    uint64_t began = 0;
+    int rc = 0;
+    for (uint32_t i = 0; i < n && rc == 0; i++) {
+        if (holds[i].status != SMOE_HOLD_LOADING)
+            continue;
+        if (began == 0)
+            began = plat_now_ns();
+        rc = wait_one(r, &holds[i], began, deadline, e);
+    }
+    if (began) {
+        count(r, SMOE_C_WAITS, 1);
+        count(r, SMOE_C_WAIT_NS, plat_now_ns() - began);
+    }
+    return rc;
+}
+
+int smoe_wait(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *e) {
+    int rc = ring_check(r, e);
+    return rc ? rc : wait_all(r, holds, n, wait_deadline(timeout_ms, plat_now_ns()), e);
+}
+
+/* One look at every hold that is loading.  Index of one that landed, -1: none, or an error. */
+static int look_any(smoe_ring *r, smoe_hold *holds, uint32_t n, bool *loading, int *index, smoe_error *e) {
+    *loading = false;
+    for (uint32_t i = 0; i < n; i++) {
+        if (holds[i].status != SMOE_HOLD_LOADING)
+            continue;
+        *loading = true;
+        int rc = look(r, &holds[i], e);
+        if (rc) {
+            *index = (int)i;
+            return rc;
+        }
+    }
+    return 0;
+}
+
+int smoe_wait_any(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *e) {
+    int rc = ring_check(r, e), index = -1;
+    if (rc)
+        return rc;
+    bool loading;
+    uint64_t began = plat_now_ns(), deadline = wait_deadline(timeout_ms, began);
+    _Atomic uint32_t *bell = &r->participants[r->id].landed;
+    for (;;) {
+        uint32_t seen = atomic_load_explicit(bell, memory_order_acquire); /* B2, before the words */
+        rc = look_any(r, holds, n, &loading, &index, e);
+        if (rc || !loading)
+            break;
+        if (plat_now_ns() - began < r->spin_ns) {
+            cpu_relax();
+            continue;
+        }
+        if (plat_wait(bell, seen, slice(deadline)) == -EINTR)
+            return fail(e, -EINTR, "wait", EINTR, 0, 0);
+        rc = look_any(r, holds, n, &loading, &index, e);
+        for (uint32_t i = 0; i < n && rc == 0; i++)
+            if (holds[i].status == SMOE_HOLD_LOADING) {
+                rc = after_slice(r, &holds[i], began, deadline, e);
+                index = (int)i;
+            }
+        if (rc)
+            break;
+    }
+    count(r, SMOE_C_WAITS, 1);
+    count(r, SMOE_C_WAIT_NS, plat_now_ns() - began);
+    if (rc == 0)
+        return fail(e, -ENOENT, "nothing is loading", ENOENT, 0, 0);
+    return rc > 0 ? index : rc;
+}
+
+int smoe_fetch(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int64_t timeout_ms,
+               smoe_error *e) {
+    int hits = acquire(r, layer, experts, n, holds, true, deadline_of(r, timeout_ms), e);
+    if (hits < 0 || hits == (int)n)
+        return hits;
+    int rc = wait_all(r, holds, n, wait_deadline(timeout_ms, plat_now_ns()), e);
+    if (rc == -EINTR)
+        return rc;
+    if (rc < 0) {
+        smoe_release(r, holds, n);
+        return rc;
+    }
+    return hits;
+}
+
+/* --- speculate --------------------------------------------------------------------------------------- */
+
+/* Undo a guess that nobody has noticed yet. */
+static void take_back_guess(smoe_ring *r, uint32_t s, uint32_t expert) {
+    if (slot_give_back(r, s, expert, WORD_SPECULATIVE, 0)) {
+        hint_empty(r, s);
+        guess_clear(r, s);
+    }
+}
+
+/* 1: queued; 0: there already; -1: given up. */
+static int guess_one(smoe_ring *r, uint32_t expert) {
+    uint32_t home = atomic_load_explicit(&r->homes[expert], memory_order_relaxed);
+    if (home - 1 < r->n_slots) {
+        uint64_t w = slot_word(r, home - 1);
+        if (WORD_STATE(w) != SMOE_EMPTY && WORD_EXPERT(w) == expert)
+            return 0;
+    }
+    for (int tries = 0; tries < 8; tries++) {
+        uint64_t word = 0;
+        int found = lru_find_empty(r);
+        if (found < 0)
+            found = lru_victim(r, &word);
+        if (found < 0 || !guess_admit(r, (uint32_t)found))
+            return -1;
+        uint32_t s = (uint32_t)found;
+        if (!slot_take(r, s, word, expert, WORD_SPECULATIVE, 0)) {
+            guess_clear(r, s);
+            continue;
+        }
+        guess_mark(r, s); /* a cleaner may have cleared the bit before the word said so */
+        taken(r, s, word);
+        uint32_t named = home;
+        if (!atomic_compare_exchange_strong_explicit(&r->homes[expert], &named, s + 1, memory_order_relaxed,
+                                                     memory_order_relaxed) &&
+            named != s + 1) {
+            take_back_guess(r, s, expert);
+            return 0;
+        }
+        if (!queue_push(speculative_queue(r), s)) {
+            take_back_guess(r, s, expert);
+            return -1;
+        }
+        return 1;
+    }
+    return -1;
+}
+
+int smoe_speculate(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_error *e) {
+    int rc = demand_check(r, e), queued = 0;
+    if (rc)
+        return rc;
+    for (uint32_t i = 0; i < n; i++)
+        if (smoe_expert_index(r, layer, experts[i]) < 0)
+            return fail(e, SMOE_EID, "no such expert", 0, (uint64_t)experts[i], i);
+    uint32_t i = 0;
+    for (; i < n; i++) {
+        int got = guess_one(r, (uint32_t)smoe_expert_index(r, layer, experts[i]));
+        if (got < 0)
+            break;
+        queued += got;
+    }
+    if (queued) {
+        count(r, SMOE_C_GUESSES, (uint64_t)queued);
+        doorbell_ring(r, queued);
+    }
+    if (i < n)
+        count(r, SMOE_C_GUESS_DROPS, n - i);
+    return queued;
+}
+
+void smoe_set_spin_us(smoe_ring *r, uint32_t spin_us) {
+    r->spin_ns = (uint64_t)spin_us * 1000u;
+}

@@ -1,0 +1,253 @@
+/* smoe.h: the C API of smoe-mp.
+ *
+ * An inference process attaches a ring by name and takes experts from it:
+ *
+ *     smoe_ring *ring;  smoe_hold h[8];  smoe_error e;
+ *     int rc = smoe_attach("demo", SMOE_ROLE_CLIENT, 0, "my engine", &ring, &e);
+ *     rc = smoe_fetch(ring, layer, experts, 8, h, 30000, &e);      demand, hold and wait
+ *     compute(smoe_slot_data(ring, h[0].slot));
+ *     smoe_release(ring, h, 8);
+ *     smoe_detach(ring);
+ *
+ * Every function returns a value >= 0, or a negative error: -errno, or one of SMOE_E* below, and then
+ * describes it in *error where one is passed.  All functions may be called from several threads of one
+ * process on one ring; a hold array belongs to one thread at a time.  After a fork the child's handle
+ * is dead (SMOE_EFORKED).  Times are milliseconds; a negative time limit means the ring's own
+ * read_deadline_ms.
+ *
+ * Caveats, frankly: a client maps the control segment read-write.  A client that scribbles over it can
+ * ruin the ring for all (never the experts' bytes, which are mapped read-only).  32 clients at most.
+ */
+#ifndef SMOE_H
+#define SMOE_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+/* [cffi: from here] */
+typedef struct smoe_ring smoe_ring;
+
+enum {
+    SMOE_ROLE_CLIENT = 0,
+    SMOE_ROLE_WORKER = 1,
+    SMOE_ROLE_SUPERVISOR = 2,
+    SMOE_ROLE_PREWARM = 3,
+    SMOE_ROLE_OBSERVER = 4 /* takes no id, may only look */
+};
+
+enum {
+    SMOE_EGONE = -1001,         /* the ring was removed or replaced: attach anew */
+    SMOE_EBUSY = -1002,         /* no reservation in time: all slots are held */
+    SMOE_EREAD = -1003,         /* the expert could not be read */
+    SMOE_ETIMEOUT = -1004,      /* not there in time; the ring is served */
+    SMOE_ENOSUPERVISOR = -1005, /* not there in time; nobody serves the ring */
+    SMOE_ELEASE = -1006,        /* this process's registration was taken from it */
+    SMOE_EFORKED = -1007,       /* the handle belongs to the parent process */
+    SMOE_EABI = -1008,          /* made by another version or build */
+    SMOE_ENOTLIVE = -1009,      /* not finished, or being created */
+    SMOE_ECORRUPT = -1010,      /* numbers that do not add up */
+    SMOE_ECLIENTS = -1011,      /* 32 clients are attached */
+    SMOE_EID = -1012,           /* no such (layer, expert), or named twice */
+    SMOE_ETOOLARGE = -1013,     /* more experts than the ring has slots */
+    SMOE_ESTOPPING = -1014,     /* the ring is being stopped: no new demand */
+    SMOE_ENOSPACE = -1015,      /* the shared-memory file system is too small */
+    SMOE_EDIRECT = -1016,       /* direct reads are required and refused */
+    SMOE_ETAKEN = -1017         /* the id's lock is held by another process */
+};
+
+/* Reasons of a failed read beside errno values. */
+enum {
+    SMOE_READ_SHORT = 2001,   /* the file ended before the expert's last byte */
+    SMOE_READ_CHANGED = 2002, /* the file is not the one that the ring was made for */
+    SMOE_READ_PLAN = 2003     /* the read plan in shared memory does not add up */
+};
+
+typedef struct {
+    int32_t code;     /* what the function returned */
+    int32_t os_error; /* errno, or SMOE_READ_*, 0: none */
+    const char *call; /* the system call or step that failed, static */
+    uint32_t layer;   /* of the expert in question */
+    uint32_t expert;
+    uint32_t file;    /* index of the source file */
+    uint32_t holders; /* bit i: client i holds slots (SMOE_EBUSY) */
+    uint64_t offset;  /* in the file */
+    uint64_t wanted;  /* figures, as the code has it */
+    uint64_t got;
+} smoe_error;
+
+enum { SMOE_STATE_QUEUED = 1, SMOE_STATE_READING = 2 };
+enum { SMOE_HOLD_NONE = 0, SMOE_HOLD_LOADING = 1, SMOE_HOLD_RESIDENT = 2 };
+
+typedef struct {
+    uint32_t expert_index; /* position in the vault's table */
+    uint32_t slot;
+    int32_t status; /* SMOE_HOLD_* */
+    uint32_t hit;   /* 1: was resident when acquired */
+} smoe_hold;
+
+/* --- attach -------------------------------------------------------------------------------------- */
+
+/* Map the ring NAME and register as ROLE.  id: a worker's number; for the supervisor the descriptor that
+ * smoe_supervisor_lock gave; else ignored.  label: at most 31 bytes, shown to people.  Errors: -ENOENT no such ring,
+ * -EACCES, SMOE_EABI (wanted: this build's, got: the segment's), SMOE_ENOTLIVE, SMOE_ECORRUPT, SMOE_ECLIENTS,
+ * SMOE_ETAKEN. */
+int smoe_attach(const char *name, int role, uint32_t id, const char *label, smoe_ring **ring, smoe_error *error);
+/* Release all holds, unregister, unmap.  Views into the data segment die with it. */
+void smoe_detach(smoe_ring *ring);
+
+/* --- experts ------------------------------------------------------------------------------------- */
+
+/* Index of (layer, expert) in the vault's table, or SMOE_EID. */
+int64_t smoe_expert_index(const smoe_ring *ring, int64_t layer, int64_t expert);
+/* Demand with hold, without waiting for the reads: reserve n slots at once (waiting at most timeout_ms
+ * for the reservation), then join or queue each expert.  holds: n entries, all filled or (on error)
+ * none.  Returns how many were resident.  Errors: SMOE_EID, SMOE_ETOOLARGE (wanted n, got slots),
+ * SMOE_EBUSY (holders), SMOE_EGONE, SMOE_ESTOPPING, SMOE_ELEASE, SMOE_EFORKED, -EINTR (a signal; nothing
+ * is held, call again). */
+int smoe_acquire(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
+                 int64_t timeout_ms, smoe_error *error);
+/* Like smoe_acquire, but if the reservation cannot be had at once, returns SMOE_EBUSY at once. */
+int smoe_acquire_nowait(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
+                        smoe_error *error);
+/* Wait until all n holds are resident.  Returns 0.  On SMOE_EREAD the failed hold is dropped and
+ * *error names it; the others stay.  On SMOE_ETIMEOUT and SMOE_ENOSUPERVISOR the hold that was waited
+ * for is dropped.  -EINTR: a signal came, call again. */
+int smoe_wait(smoe_ring *ring, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *error);
+/* Wait until one of the holds that are LOADING is resident (or failed).  Returns its index. */
+int smoe_wait_any(smoe_ring *ring, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *error);
+/* smoe_acquire and smoe_wait in one call.  On an error nothing is held, except after -EINTR in the wait
+ * (holds[0].status tells), when smoe_wait goes on. */
+int smoe_fetch(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int64_t timeout_ms,
+               smoe_error *error);
+/* The non-blocking poll: 1 and a hold if the expert is resident, else 0. */
+int smoe_claim_specific(smoe_ring *ring, int64_t layer, int64_t expert, smoe_hold *hold, smoe_error *error);
+/* Guess: have the experts read when no demand is waiting.  Takes no hold, never waits.  Returns how
+ * many were queued. */
+int smoe_speculate(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_error *error);
+/* Give up holds; entries that are NONE are passed over.  The bytes stay: retention. */
+int smoe_release(smoe_ring *ring, smoe_hold *holds, uint32_t n);
+/* A second hold on a slot that this process holds; release it like any other. */
+int smoe_hold_again(smoe_ring *ring, const smoe_hold *hold, smoe_hold *again);
+
+/* --- what is where ------------------------------------------------------------------------------- */
+
+const void *smoe_slot_data(const smoe_ring *ring, uint32_t slot);
+
+typedef struct {
+    uint64_t slot_bytes, data_bytes, control_bytes;
+    uint64_t creation[2];
+    uint32_t n_slots, n_experts, n_files, n_layouts;
+    uint32_t grid_layers, grid_experts;
+    uint32_t queue_capacity, guess_limit, read_deadline_ms, top_k, read_align, speculation_ranks, huge, abi;
+    uint32_t id; /* of this participant */
+} smoe_info;
+int smoe_get_info(const smoe_ring *ring, smoe_info *info);
+
+typedef struct {
+    const char *name;
+    const char *dtype;
+    uint64_t shape[4];
+    uint32_t ndim;
+    uint32_t part;
+    uint64_t offset; /* from the slot's start */
+    uint64_t bytes;
+} smoe_tensor;
+typedef struct {
+    uint64_t offset; /* from the slot's start */
+    uint64_t bytes;
+    uint64_t file_offset;
+    uint32_t file;
+    uint32_t reserved;
+} smoe_part;
+/* Layer, expert, layout, parts and tensors of an expert.  Each returns >= 0 or SMOE_EID. */
+int smoe_expert_pair(const smoe_ring *ring, uint32_t expert_index, uint32_t *layer, uint32_t *expert);
+int smoe_expert_layout(const smoe_ring *ring, uint32_t expert_index);
+int smoe_expert_parts(const smoe_ring *ring, uint32_t expert_index, smoe_part *parts, uint32_t room);
+int smoe_expert_tensors(const smoe_ring *ring, uint32_t expert_index, smoe_tensor *tensors, uint32_t room);
+const char *smoe_file_path(const smoe_ring *ring, uint32_t file);
+int smoe_file_mode(const smoe_ring *ring, uint32_t file);
+
+/* --- looking on ---------------------------------------------------------------------------------- */
+
+/* Sum over all participants' rows of one counter, or (id >= 0) one row's. */
+uint64_t smoe_counter_value(const smoe_ring *ring, uint32_t counter, int id);
+const char *smoe_counter_name(uint32_t counter); /* NULL past the last */
+/* Slots by state (6 values), held slots, guesses loading, reserved: out[9]. */
+int smoe_census(const smoe_ring *ring, uint32_t *out);
+int smoe_ring_state(const smoe_ring *ring);
+/* The slot word: for tests and status. */
+uint64_t smoe_slot_word(const smoe_ring *ring, uint32_t slot);
+uint64_t smoe_slot_tick(const smoe_ring *ring, uint32_t slot);
+uint32_t smoe_home(const smoe_ring *ring, uint32_t expert_index); /* slot + 1, 0: none */
+uint32_t smoe_histogram_count(const smoe_ring *ring, uint32_t expert_index);
+uint32_t smoe_queue_length(const smoe_ring *ring, int speculative);
+
+typedef struct {
+    uint32_t id, role, pid, alive;
+    uint32_t reserved_slots, current_slot; /* slot + 1, 0: none */
+    uint64_t started_ns, read_started_ns;
+    char label[32];
+} smoe_participant_info;
+/* The registered participants; returns their number. */
+int smoe_participants(const smoe_ring *ring, smoe_participant_info *out, uint32_t room);
+uint64_t smoe_now_ns(void);
+
+/* Client settings: how long a wait spins before it sleeps (microseconds). */
+void smoe_set_spin_us(smoe_ring *ring, uint32_t spin_us);
+
+/* --- making and ending a ring (supervisor) --------------------------------------------------------- */
+
+typedef struct {
+    uint64_t slot_bytes;
+    uint32_t n_slots;
+    uint32_t n_experts, n_windows, n_parts, n_moves, n_layouts, n_tensors, n_files;
+    uint32_t grid_layers, grid_experts;
+    uint64_t strings_bytes;
+    uint32_t read_deadline_ms, top_k, direct_required, read_align, speculation_ranks;
+} smoe_geometry;
+typedef struct { /* arrays of the records of shm_layout.h */
+    const void *experts, *windows, *parts, *moves, *layouts, *tensors, *files;
+    const char *strings;
+} smoe_tables;
+/* Bytes of the two segments.  Errors: SMOE_ECORRUPT with the call naming the number at fault. */
+int smoe_measure(const smoe_geometry *geometry, uint64_t *control_bytes, uint64_t *data_bytes, smoe_error *error);
+/* Lay out both segments (open, sized, empty), get all pages, store LIVE last.  Errors: SMOE_ENOSPACE,
+ * SMOE_ECORRUPT, -errno. */
+int smoe_create(int control_fd, int data_fd, const smoe_geometry *geometry, const smoe_tables *tables,
+                smoe_error *error);
+/* Take the supervisor's lock on the ring NAME, whatever state it is in: a descriptor, to be handed to
+ * smoe_attach or closed.  SMOE_ETAKEN: a supervisor lives. */
+int smoe_supervisor_lock(const char *name, smoe_error *error);
+/* State of the ring NAME without attaching it: SMOE_CREATING.. SMOE_GONE, or an error.  *alive: whether a
+ * supervisor holds its lock. */
+int smoe_peek(const char *name, int *alive, smoe_error *error);
+/* Store GONE in the ring NAME and wake everyone, if it is one of ours in this ABI (before it is unlinked). */
+int smoe_bury(const char *name);
+int smoe_set_state(smoe_ring *ring, int state); /* and wake everyone */
+int smoe_set_file_mode(smoe_ring *ring, uint32_t file, int mode);
+/* Clear the traces of dead clients; returns how many. */
+int smoe_recover_clients(smoe_ring *ring);
+
+typedef struct {
+    int mode;         /* SMOE_MODE_* */
+    int os_error;     /* of the refused direct read, 0: none */
+    const char *call; /* that was refused */
+    uint32_t mem_align, offset_align;
+    char fs[32]; /* file-system type */
+} smoe_probe_result;
+/* Open PATH and try one real aligned direct read. */
+int smoe_probe(const char *path, smoe_probe_result *result, smoe_error *error);
+uint32_t smoe_sizeof(uint32_t record); /* of the records, in smoe_tables' order, then header and slot */
+const char *smoe_strerror(int code);
+/* [cffi: to here] */
+
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif
+#endif

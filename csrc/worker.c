@@ -1,0 +1,468 @@
+/* worker.c: the read loop: pop, read by plan, publish.
+ *
+ * A worker is a process of its own with descriptors of its own, one a file (a kernel may serialise
+ * direct reads per descriptor).  It takes the demand queue first, always; the speculative one only when
+ * demand is empty.
+ *
+ * Synchronous pread is chosen with care: on a local file system a process killed inside one is not
+ * reaped before its transfer has ended, so whoever sees the death finds the slot's memory quiet.
+ * Elsewhere (NFS, SMB, 9p, FUSE, unknown) that is not so; there a worker reads into a buffer of its
+ * own and copies.
+ *
+ * Shared memory is not trusted: records are copied, then checked, then used.  Direct I/O is not trusted
+ * either: a refusal, at open or at any later read, switches the file to buffered reads with the pages
+ * dropped behind them, unless the ring was made with direct_required.  A file is what the ring's record
+ * says (device, inode, size, mtime), at open and again before each publication, or nothing of it is
+ * published.
+ */
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define IDLE_SPINS    200
+#define IDLE_SLICE_NS 250000000ull
+#define BOUNCE_BYTES  (1u << 20)
+
+struct open_file {
+    int fd; /* -1: not open */
+    int mode;
+    uint64_t used; /* turn of its last use */
+};
+
+struct worker {
+    smoe_ring *r;
+    uint32_t number;
+    struct open_file *files;
+    uint32_t open_count, open_limit;
+    uint64_t turn;
+    unsigned char *bounce;
+};
+
+/* What became of a read. */
+struct outcome {
+    int error; /* 0: all bytes are in the slot; else errno or SMOE_READ_* */
+    uint32_t file;
+    uint64_t offset, wanted, got;
+    uint64_t asked; /* bytes asked of files */
+};
+
+static int failed(struct outcome *o, int error, uint32_t file, uint64_t offset, uint64_t wanted, uint64_t got) {
+    o->error = error;
+    o->file = file;
+    o->offset = offset;
+    o->wanted = wanted;
+    o->got = got;
+    return error;
+}
+
+/* --- files ------------------------------------------------------------------------------------------ */
+
+static void close_file(struct worker *w, struct open_file *f) {
+    close(f->fd);
+    f->fd = -1;
+    w->open_count--;
+}
+
+static void close_least_used(struct worker *w) {
+    struct open_file *least = NULL;
+    for (uint32_t i = 0; i < w->r->n_files; i++)
+        if (w->files[i].fd >= 0 && (!least || w->files[i].used < least->used))
+            least = &w->files[i];
+    if (least)
+        close_file(w, least);
+}
+
+/* Is the descriptor's file the one that the ring was made for? */
+static bool same_file(const smoe_ring *r, uint32_t i, int fd) {
+    struct stat st;
+    const struct smoe_file_rec *rec = &r->files[i];
+    return fstat(fd, &st) == 0 && (uint64_t)st.st_dev == rec->dev && (uint64_t)st.st_ino == rec->ino &&
+           (uint64_t)st.st_size == rec->size && plat_mtime_ns(&st) == rec->mtime_ns;
+}
+
+static int mode_of(const struct worker *w, uint32_t i) {
+    int mode = smoe_file_mode(w->r, i);
+    return mode < SMOE_MODE_DIRECT || mode > SMOE_MODE_MEMORY ? SMOE_MODE_UNKNOWN : mode;
+}
+
+/* The mode that the file system suggests; the first read proves it. */
+static int suggested_mode(int fd) {
+    struct plat_file_info info;
+    plat_file_info(fd, &info);
+    return info.kind == PLAT_FS_BLOCK    ? SMOE_MODE_DIRECT
+           : info.kind == PLAT_FS_MEMORY ? SMOE_MODE_MEMORY
+                                         : SMOE_MODE_BOUNCE;
+}
+
+/* Open file i in the ring's mode for it.  0, errno or SMOE_READ_CHANGED. */
+static int open_file(struct worker *w, uint32_t i) {
+    struct open_file *f = &w->files[i];
+    if (w->open_count >= w->open_limit)
+        close_least_used(w);
+    const char *path = smoe_file_path(w->r, i);
+    f->mode = mode_of(w, i);
+    int fd = plat_open_file(path, f->mode == SMOE_MODE_DIRECT);
+    if (fd < 0 && f->mode == SMOE_MODE_DIRECT && plat_refuses_direct(-fd) && !w->r->header->direct_required) {
+        f->mode = SMOE_MODE_BUFFERED;
+        smoe_set_file_mode(w->r, i, f->mode);
+        count(w->r, SMOE_C_FALLBACKS, 1);
+        fd = plat_open_file(path, 0);
+    }
+    if (fd < 0)
+        return -fd;
+    if (!same_file(w->r, i, fd)) {
+        close(fd);
+        return SMOE_READ_CHANGED;
+    }
+    f->fd = fd;
+    w->open_count++;
+    if (f->mode == SMOE_MODE_UNKNOWN) {
+        f->mode = suggested_mode(fd);
+        if (smoe_file_mode(w->r, i) == SMOE_MODE_UNKNOWN)
+            smoe_set_file_mode(w->r, i, f->mode);
+        if (f->mode == SMOE_MODE_DIRECT) {
+            close_file(w, f);
+            return open_file(w, i);
+        }
+    }
+    return 0;
+}
+
+/* Another worker, or this one, may have switched the file since. */
+static int get_file(struct worker *w, uint32_t i) {
+    struct open_file *f = &w->files[i];
+    if (f->fd >= 0 && f->mode != mode_of(w, i) && mode_of(w, i) != SMOE_MODE_UNKNOWN)
+        close_file(w, f);
+    int rc = f->fd >= 0 ? 0 : open_file(w, i);
+    f->used = ++w->turn;
+    return rc;
+}
+
+/* --- one window -------------------------------------------------------------------------------------- */
+
+/* Plain reads of [offset, offset + need) to `to`; also the tail of a direct window that will not come in
+ * aligned pieces. */
+static int read_plain(int fd, unsigned char *to, uint64_t offset, uint64_t need, uint64_t *got) {
+    while (*got < need) {
+        ssize_t n = pread(fd, to + *got, need - *got, (off_t)(offset + *got));
+        if (n < 0 && errno != EINTR)
+            return errno;
+        if (n == 0)
+            return SMOE_READ_SHORT;
+        if (n > 0)
+            *got += (uint64_t)n;
+    }
+    return 0;
+}
+
+static int read_tail(struct worker *w, uint32_t file, unsigned char *to, uint64_t offset, uint64_t need,
+                     uint64_t *got) {
+    int fd = plat_open_file(smoe_file_path(w->r, file), 0);
+    if (fd < 0)
+        return -fd;
+    uint64_t from = *got;
+    int rc = same_file(w->r, file, fd) ? read_plain(fd, to, offset, need, got) : SMOE_READ_CHANGED;
+    plat_drop_cache(fd, offset + from, need - from);
+    close(fd);
+    return rc;
+}
+
+/* Direct reads into the slot.  A short one is resumed from an aligned offset; where that brings nothing
+ * new, the end of the file was met, or the rest comes through the cache. */
+static int read_direct(struct worker *w, const struct smoe_window_rec *v, unsigned char *to, uint64_t *got,
+                       uint64_t *asked) {
+    int fd = w->files[v->file].fd;
+    uint64_t align = w->r->read_align, from = 0;
+    for (;;) {
+        ssize_t n = pread(fd, to + from, v->length - from, (off_t)(v->file_offset + from));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            return errno;
+        *asked += v->length - from;
+        if (from + (uint64_t)n > *got)
+            *got = from + (uint64_t)n;
+        if (*got >= v->need)
+            return 0;
+        if (n == 0)
+            return SMOE_READ_SHORT;
+        count(w->r, SMOE_C_SHORT_READS, 1);
+        uint64_t resume = *got / align * align;
+        if (resume == from)
+            return read_tail(w, v->file, to, v->file_offset, v->need, got);
+        from = resume;
+    }
+}
+
+static int read_bounced(struct worker *w, const struct smoe_window_rec *v, unsigned char *to, uint64_t *got) {
+    if (!w->bounce && !(w->bounce = malloc(BOUNCE_BYTES)))
+        return ENOMEM;
+    while (*got < v->need) {
+        uint64_t piece = v->need - *got < BOUNCE_BYTES ? v->need - *got : BOUNCE_BYTES, in = 0;
+        int rc = read_plain(w->files[v->file].fd, w->bounce, v->file_offset + *got, piece, &in);
+        memcpy(to + *got, w->bounce, in);
+        *got += in;
+        if (rc)
+            return rc;
+    }
+    return 0;
+}
+
+static int read_window(struct worker *w, const struct smoe_window_rec *v, unsigned char *to, struct outcome *o) {
+    uint64_t got = 0;
+    int rc = get_file(w, v->file);
+    struct open_file *f = &w->files[v->file];
+    if (rc == 0 && f->mode == SMOE_MODE_DIRECT) {
+        rc = read_direct(w, v, to, &got, &o->asked);
+        if (plat_refuses_direct(rc) && !w->r->header->direct_required) {
+            smoe_set_file_mode(w->r, v->file, SMOE_MODE_BUFFERED);
+            count(w->r, SMOE_C_FALLBACKS, 1);
+            got = 0;
+            rc = get_file(w, v->file);
+        } else {
+            return rc ? failed(o, rc, v->file, v->file_offset, v->need, got) : 0;
+        }
+    }
+    if (rc == 0) {
+        rc = f->mode == SMOE_MODE_BOUNCE ? read_bounced(w, v, to, &got)
+                                         : read_plain(f->fd, to, v->file_offset, v->need, &got);
+        o->asked += v->need;
+        if (f->mode != SMOE_MODE_MEMORY)
+            plat_drop_cache(f->fd, v->file_offset, v->length);
+    }
+    return rc ? failed(o, rc, v->file, v->file_offset, v->need, got) : 0;
+}
+
+/* --- one expert -------------------------------------------------------------------------------------- */
+
+static bool within(uint64_t offset, uint64_t bytes, uint64_t limit) {
+    return offset <= limit && bytes <= limit - offset;
+}
+
+static bool window_ok(const smoe_ring *r, const struct smoe_window_rec *v) {
+    return v->file < r->n_files && v->need <= v->length && within(v->slot_offset, v->length, r->slot_bytes);
+}
+
+static int read_plan(struct worker *w, uint32_t expert, unsigned char *slot, struct outcome *o) {
+    smoe_ring *r = w->r;
+    if (expert >= r->n_experts)
+        return failed(o, SMOE_READ_PLAN, 0, 0, r->n_experts, expert);
+    const struct smoe_expert_rec x = r->experts[expert];
+    if (!within(x.first_window, x.n_windows, r->n_windows) || !within(x.first_move, x.n_moves, r->n_moves))
+        return failed(o, SMOE_READ_PLAN, 0, 0, r->n_windows, x.first_window);
+    for (uint32_t i = 0; i < x.n_windows; i++) {
+        const struct smoe_window_rec v = r->windows[x.first_window + i];
+        if (!window_ok(r, &v))
+            return failed(o, SMOE_READ_PLAN, 0, v.file_offset, r->slot_bytes, v.slot_offset);
+        if (read_window(w, &v, slot + v.slot_offset, o))
+            return o->error;
+    }
+    for (uint32_t i = 0; i < x.n_moves; i++) {
+        const struct smoe_move_rec m = r->moves[x.first_move + i];
+        if (!within(m.from, m.bytes, r->slot_bytes) || !within(m.to, m.bytes, r->slot_bytes))
+            return failed(o, SMOE_READ_PLAN, 0, 0, r->slot_bytes, m.to);
+        memmove(slot + m.to, slot + m.from, m.bytes);
+    }
+    /* The bytes are of the file that the ring was made for, or they are not published. */
+    for (uint32_t i = 0; i < x.n_windows; i++) {
+        uint32_t file = r->windows[x.first_window + i].file;
+        if (file >= r->n_files || w->files[file].fd < 0 || !same_file(r, file, w->files[file].fd))
+            return failed(o, SMOE_READ_CHANGED, file < r->n_files ? file : 0, 0, 0, 0);
+    }
+    return 0;
+}
+
+static void finish(struct worker *w, uint32_t s, uint64_t word, const struct outcome *o, uint64_t began) {
+    smoe_ring *r = w->r;
+    struct smoe_slot *slot = &r->slots[s];
+    uint64_t now = plat_now_ns();
+    count(r, SMOE_C_READ_NS, now - began);
+    count(r, SMOE_C_DEVICE_BYTES, o->asked);
+    atomic_store_explicit(&slot->read_started_ns, 0, memory_order_relaxed);
+    atomic_store_explicit(&r->hot->landed_ns, now, memory_order_relaxed);
+    if (o->error) {
+        slot->error = o->error;
+        slot->error_file = o->file;
+        slot->error_offset = o->offset;
+        slot->error_wanted = o->wanted;
+        slot->error_got = o->got;
+        count(r, SMOE_C_FAILED_READS, 1);
+        slot_fail(r, s, w->number);
+    } else {
+        count(r, SMOE_C_READS, 1);
+        count(r, SMOE_C_WANTED_BYTES, r->experts[WORD_EXPERT(word)].bytes);
+        lru_stamp(r, s);
+        slot_publish(r, s, w->number);
+    }
+    guess_clear(r, s);
+    space_freed(r); /* a read that nobody held leaves an idle slot */
+}
+
+static void serve(struct worker *w, uint32_t s) {
+    smoe_ring *r = w->r;
+    struct smoe_participant *me = &r->participants[r->id];
+    struct outcome o = {0};
+    uint64_t word, began = plat_now_ns();
+    if (s >= r->n_slots || !slot_start(r, s, w->number, &word)) {
+        count(r, SMOE_C_SKIPS, 1);
+        return;
+    }
+    atomic_store_explicit(&r->slots[s].read_started_ns, began, memory_order_relaxed);
+    atomic_store_explicit(&me->read_started_ns, began, memory_order_relaxed);
+    atomic_store_explicit(&me->current_slot, s + 1, memory_order_relaxed);
+    read_plan(w, WORD_EXPERT(word), r->data + (uint64_t)s * r->slot_bytes, &o);
+    finish(w, s, word, &o, began);
+    atomic_store_explicit(&me->current_slot, 0, memory_order_relaxed);
+    atomic_store_explicit(&me->read_started_ns, 0, memory_order_relaxed);
+}
+
+/* Demand first, always. */
+static bool serve_next(struct worker *w) {
+    smoe_ring *r = w->r;
+    int s = queue_pop(demand_queue(r));
+    if (s >= 0) {
+        count(r, SMOE_C_POPS_DEMAND, 1);
+    } else {
+        s = queue_pop(speculative_queue(r));
+        if (s < 0)
+            return false;
+        count(r, SMOE_C_POPS_SPECULATIVE, 1);
+    }
+    serve(w, (uint32_t)s);
+    return true;
+}
+
+/* --- the loop ----------------------------------------------------------------------------------------- */
+
+static bool told_to_end(const struct worker *w, const struct worker_options *options) {
+    if (options->stop && *options->stop)
+        return true;
+    uint32_t state = atomic_load_explicit(&w->r->header->state, memory_order_acquire);
+    if (state == SMOE_STOPPING) /* reads that are demanded finish */
+        return queue_empty(demand_queue(w->r));
+    return state != SMOE_LIVE;
+}
+
+static void idle(struct worker *w, uint32_t bell) {
+    for (int i = 0; i < IDLE_SPINS; i++)
+        if (atomic_load_explicit(&w->r->hot->doorbell, memory_order_acquire) != bell)
+            return;
+    (void)plat_wait(&w->r->hot->doorbell, bell, IDLE_SLICE_NS);
+}
+
+static void loop(struct worker *w, const struct worker_options *options) {
+    for (;;) {
+        /* B2: the doorbell before the queues. */
+        uint32_t bell = atomic_load_explicit(&w->r->hot->doorbell, memory_order_seq_cst);
+        if (told_to_end(w, options))
+            return;
+        if (!serve_next(w))
+            idle(w, bell);
+    }
+}
+
+/* The supervisor's death closes the pipe.  Ending inside a read is safe: see the file's top. */
+static void *watch(void *arg) {
+    struct pollfd p = {.fd = (int)(intptr_t)arg, .events = POLLIN};
+    while (poll(&p, 1, -1) < 0 && errno == EINTR) {
+    }
+    _exit(3);
+}
+
+static int open_all(struct worker *w, smoe_error *e) {
+    uint64_t limit = plat_raise_nofile();
+    w->open_limit = limit > 64 ? (uint32_t)(limit - 32 < SMOE_FILES_MAX ? limit - 32 : SMOE_FILES_MAX) : 8;
+    w->files = calloc(w->r->n_files, sizeof *w->files);
+    if (!w->files)
+        return fail(e, -ENOMEM, "calloc", ENOMEM, w->r->n_files * sizeof *w->files, 0);
+    for (uint32_t i = 0; i < w->r->n_files; i++)
+        w->files[i].fd = -1;
+    for (uint32_t i = 0; i < w->r->n_files; i++) {
+        int rc = get_file(w, i);
+        if (rc) {
+            fail(e, SMOE_EREAD, "open", rc, limit, 0);
+            if (e)
+                e->file = i;
+            return SMOE_EREAD;
+        }
+    }
+    return 0;
+}
+
+int worker_run(smoe_ring *r, const struct worker_options *options, smoe_error *e) {
+    struct worker w = {.r = r, .number = r->id - SMOE_ID_WORKER};
+    pthread_t watcher;
+    if (options->watch_fd >= 0 && pthread_create(&watcher, NULL, watch, (void *)(intptr_t)options->watch_fd) != 0)
+        return fail(e, -errno, "pthread_create", errno, 0, 0);
+    int rc = open_all(&w, e);
+    if (rc == 0) {
+        if (options->ready_fd >= 0) {
+            if (write(options->ready_fd, "r", 1) != 1) {
+                /* The supervisor is gone; the watcher ends us. */
+            }
+            close(options->ready_fd);
+        }
+        loop(&w, options);
+    }
+    for (uint32_t i = 0; w.files && i < r->n_files; i++)
+        if (w.files[i].fd >= 0)
+            close(w.files[i].fd);
+    free(w.files);
+    free(w.bounce);
+    return rc;
+}
+
+/* --- the probe ---------------------------------------------------------------------------------------- */
+
+/* One real aligned direct read of the file's first block. */
+static int probe_read(int fd, const struct plat_file_info *info) {
+    size_t align = info->mem_align > info->offset_align ? info->mem_align : info->offset_align;
+    void *block;
+    if (align < 4096)
+        align = 4096;
+    if (posix_memalign(&block, align, align) != 0)
+        return ENOMEM;
+    ssize_t n;
+    do
+        n = pread(fd, block, align, 0);
+    while (n < 0 && errno == EINTR);
+    int rc = n < 0 ? errno : 0;
+    free(block);
+    return rc;
+}
+
+int smoe_probe(const char *path, smoe_probe_result *result, smoe_error *error) {
+    struct plat_file_info info;
+    memset(result, 0, sizeof *result);
+    int plain = plat_open_file(path, 0);
+    if (plain < 0)
+        return fail(error, plain, "open", -plain, 0, 0);
+    plat_file_info(plain, &info);
+    close(plain);
+    memcpy(result->fs, info.fs, sizeof result->fs);
+    result->mem_align = info.mem_align;
+    result->offset_align = info.offset_align;
+    if (info.kind != PLAT_FS_BLOCK) {
+        result->mode = info.kind == PLAT_FS_MEMORY ? SMOE_MODE_MEMORY : SMOE_MODE_BOUNCE;
+        return 0;
+    }
+    result->call = "open";
+    int fd = plat_open_file(path, 1), rc = fd < 0 ? -fd : 0;
+    if (rc == 0) {
+        result->call = "pread";
+        rc = probe_read(fd, &info);
+        close(fd);
+    }
+    if (rc && !plat_refuses_direct(rc))
+        return fail(error, -rc, result->call, rc, 0, 0);
+    result->mode = rc ? SMOE_MODE_BUFFERED : SMOE_MODE_DIRECT;
+    result->os_error = rc;
+    return 0;
+}

@@ -1,0 +1,27 @@
+"""smoe-mp: a streaming expert cache for Mixture-of-Experts models larger than memory.
+
+    import smoe_mp
+
+    with smoe_mp.attach("demo") as ring:
+        with ring.fetch(layer, experts) as batch:      # demand, wait, hold
+            gate = batch[0].dequantize("gate")
+
+A map of the package, from files to clients; each part uses only what stands before it:
+
+    errors                    every exception
+    sources/, quant           model files that experts are read from; Q4 and Q2
+    tables                    read plans and the tables in shared memory
+    _native, segments         the C module; making and removing a ring
+    config, runtime           configuration; the run-time folder
+    supervisor, process       `smoe-mp up`: the worker processes and who watches them
+    control/                  commands over ZeroMQ
+    ring                      the client: attach, fetch, release
+    cli, inspect, demo        the command line
+"""
+
+from smoe_mp.errors import SmoeError
+from smoe_mp.ring import Batch, Expert, QuantizedTensor, Ring, attach
+from smoe_mp.runtime import version
+
+__all__ = ["Batch", "Expert", "QuantizedTensor", "Ring", "SmoeError", "__version__", "attach"]
+__version__ = version()

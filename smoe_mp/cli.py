@@ -1,0 +1,289 @@
+"""The command line: `smoe-mp COMMAND`.
+
+Nothing is done here that cannot be done from Python: each command reads its arguments, calls what does the
+work, and draws the result.  Errors are one line on stderr with the remedy in it, and the exit status is the
+error's: 1 a system that failed, 2 configuration or usage, 3 vault, 4 shared memory, 5 shared memory too
+small, 6 ring, 7 control plane, 130 Ctrl-C.  A traceback is a fault of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from smoe_mp import inspect as inspecting
+from smoe_mp import segments
+from smoe_mp.config import OPTIONS, load
+from smoe_mp.control.client import ControlClient, no_ring
+from smoe_mp.control.commands import Ping, Status, StatusResult, Stop, StopResult, help_text
+from smoe_mp.control.server import ControlServer
+from smoe_mp.demo import run_demo
+from smoe_mp.errors import NoAnswer, NoSuchRing, SmoeError
+from smoe_mp.process import ExitWatch
+from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_path, version
+from smoe_mp.sources import open_source
+from smoe_mp.supervisor import Supervisor
+
+app = typer.Typer(
+    name="smoe-mp",
+    help="Stream the experts of a Mixture-of-Experts model from disk through a ring in shared memory.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The ring's name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """The entry point: runs the command and turns errors into one line and an exit status."""
+    try:
+        app()
+    except SmoeError as error:
+        text = " ".join(str(error).split())
+        print(f"smoe-mp: error: {text}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"smoe-mp {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _override(key: str) -> Any:
+    """The flag of an option of the configuration, with the option's own words."""
+    option = OPTIONS[key]
+    return typer.Option(option.flag, metavar="N", help=f"Override {key}: {option.meaning}")
+
+
+@app.command(
+    help="Start a system in the foreground; Ctrl-C stops it.\n\nExample: smoe-mp up my.toml --ring 96"
+)
+def up(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")],
+    ring: Annotated[int | None, _override("ring.slots")] = None,
+    slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
+    workers: Annotated[int | None, _override("workers.count")] = None,
+    spec: Annotated[int | None, _override("speculation.ranks")] = None,
+) -> None:
+    overrides = {
+        "ring.slots": ring,
+        "ring.slot_mb": slot_mb,
+        "workers.count": workers,
+        "speculation.ranks": spec,
+    }
+    loaded = load(config, overrides)
+    path = _socket_to_make(loaded.config.name)
+    say = _line_printer()
+
+    def open_control(supervisor: Supervisor) -> ControlServer:
+        server = ControlServer(path, supervisor)
+        say(f"control: {path}")
+        return server
+
+    Supervisor(loaded, say).run(open_control)
+
+
+def _socket_to_make(name: str) -> Path:
+    """The control socket's path, its folder made; checked before anything is started."""
+    make_runtime_folder()
+    return socket_path(name)
+
+
+def _line_printer() -> Callable[[str], None]:
+    """Prints and flushes a line; a reader that went away must not end the system."""
+
+    def say(line: str) -> None:
+        try:
+            print(line, flush=True)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return say
+
+
+@app.command(help=help_text(Status))
+def status(name: Name, as_json: AsJson = False) -> None:
+    _check_served(name)
+    with ControlClient(name) as control:
+        result = control.call(Status())
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
+    else:
+        draw_status(result, Console())
+
+
+@app.command(help=help_text(Stop))
+def down(
+    name: Name,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", min=0.1, help="How many seconds to wait for its end.")
+    ] = 60.0,
+) -> None:
+    deadline = time.monotonic() + timeout
+    _check_served(name)
+    with ControlClient(name, timeout_ms=min(int(timeout * 1000), 5000)) as control:
+        watch = _watch(control.call(Ping()).pid)
+        done = control.call(Stop())
+    with contextlib.closing(watch):
+        if not watch.wait(deadline - time.monotonic()):
+            raise NoAnswer(
+                f"ring {name!r}: the supervisor (pid {done.pid}) was told to stop and has not ended in"
+                f" {timeout:g} s; it goes on stopping, look with smoe-mp status {name}"
+            )
+    print(_stopped(done))
+
+
+def _watch(pid: int) -> ExitWatch:
+    try:
+        return ExitWatch(pid)
+    except ProcessLookupError:
+        raise NoAnswer(
+            f"the supervisor has pid {pid}, which this process cannot see: run smoe-mp down in its container"
+        ) from None
+
+
+def _stopped(done: StopResult) -> str:
+    rate = "no demand" if done.hit_rate is None else f"hit rate {done.hit_rate:.1%}"
+    read = human_bytes(done.counters.get("device_bytes", 0))
+    return f"{done.name}: stopped after {_duration(done.uptime_s)}; {rate}, {read} read"
+
+
+def _check_served(name: str) -> None:
+    segments.check_name(name)
+    if not is_served(socket_path(name)):
+        raise NoSuchRing(no_ring(name))
+
+
+@app.command(help="Show what a vault holds.\n\nExample: smoe-mp inspect model.smoe --experts")
+def inspect(
+    vault: Annotated[Path, typer.Argument(metavar="VAULT", help="A model file.")],
+    experts: Annotated[bool, typer.Option("--experts", help="List every expert.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print summary and experts as JSON.")] = False,
+) -> None:
+    source = open_source(vault)
+    if as_json:
+        whole = {**inspecting.summary(source), "expert_table": inspecting.experts(source)}
+        print(json.dumps(whole, indent=2))
+    else:
+        inspecting.render(source, experts, Console())
+
+
+@app.command(
+    help="Make a vault, stream it through a small ring, compute with it, and compare.\n\n"
+    "Example: smoe-mp demo --tokens 200"
+)
+def demo(
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="A configuration other than the demo's.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens to decode.")] = 300,
+    scratch: Annotated[
+        Path, typer.Option("--scratch", metavar="DIR", help="Where the vault is made and kept.")
+    ] = Path(".demo"),
+) -> None:
+    config = config or segments.installed("configs/demo.toml")
+    raise typer.Exit(run_demo(config, tokens, scratch, Console()))
+
+
+# --- drawing ---------------------------------------------------------------------------------------------
+
+
+def draw_status(result: StatusResult, console: Console) -> None:
+    """Draw a system's status as tables, readable at 80 columns and without colour."""
+    for table in (_facts(result), _workers(result), _clients(result), _counters(result), _settings(result)):
+        if table.row_count:
+            console.print(table)
+    for warning in result.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+
+
+def _facts(result: StatusResult) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    vault, ring = result.vault, result.ring
+    size = f"{human_bytes(ring.slot_bytes)} = {human_bytes(ring.data_bytes)}"
+    rows = [
+        ("system", f"{result.name}: {result.state} for {_duration(result.uptime_s)}"),
+        ("process", f"pid {result.pid}, smoe-mp {result.version}"),
+        ("vault", f"{vault.path}: {vault.format}, {vault.experts} experts, {human_bytes(vault.bytes)}"),
+        *((f"file {i}", f"{f.path}: {f.mode}, {human_bytes(f.size)}") for i, f in enumerate(result.files)),
+        ("ring", f"{ring.slots} slots x {size}, {ring.pages}"),
+        ("census", ", ".join(f"{count} {state}" for state, count in ring.census.items())),
+        ("hit rate", "no demand yet" if result.hit_rate is None else f"{result.hit_rate:.1%}"),
+    ]
+    for name, value in rows:
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
+    return table
+
+
+def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return table
+
+
+def _workers(result: StatusResult) -> Table:
+    table = _table("workers", "worker", "pid", "state", numbers=("worker", "pid"))
+    for worker in result.workers:
+        busy = "idle" if worker.slot is None else f"reads into slot {worker.slot}"
+        table.add_row(str(worker.id), str(worker.pid), busy if worker.alive else "dead")
+    return table
+
+
+def _clients(result: StatusResult) -> Table:
+    table = _table("clients", "client", "pid", "label", "slots", numbers=("client", "pid", "slots"))
+    for client in result.clients:
+        label = escape(client.label) if client.alive else f"{escape(client.label)} (dead)"
+        table.add_row(str(client.id), str(client.pid), label, str(client.reserved))
+    return table
+
+
+def _counters(result: StatusResult) -> Table:
+    table = _table("counters", "counter", "value", numbers=("value",))
+    for name, value in result.counters.items():
+        table.add_row(name, human_bytes(value) if name.endswith("_bytes") else f"{value:,}")
+    return table
+
+
+def _settings(result: StatusResult) -> Table:
+    table = _table("settings", "option", "value", "from")
+    for setting in result.config:
+        table.add_row(setting.key, escape(str(setting.value)), setting.origin)
+    return table
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"

@@ -1,0 +1,297 @@
+"""The configuration: what can be set, from a TOML file and from the command line.
+
+An option exists once: as a field of the structs below, with its type, range, default and meaning.  From
+the fields come the checks, the error messages, the command line's help (`OPTIONS`) and, by a test,
+`configs/reference.toml`, which is the manual.
+
+    TOML file ──► flat keys ("ring.slots") ──► each value held against its field ──► Config
+    flags ───────────────▲                                                      └──► origins, for status
+
+A key is accepted only if what it sets works; an unknown one is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from smoe_mp.errors import ConfigError
+
+MIB = 1 << 20
+
+
+class VaultConfig(Struct, frozen=True, kw_only=True):
+    path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="The model file whose experts are streamed. A relative path counts from the"
+            " folder of this file.",
+        ),
+    ]
+    direct: Annotated[
+        Literal["auto", "require"],
+        Meta(
+            description="Reads that pass the page cache by. auto: where the file system refuses them, read"
+            " buffered and warn once; require: refuse to start."
+        ),
+    ] = "auto"
+
+
+class RingConfig(Struct, frozen=True, kw_only=True):
+    slots: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65535,
+            description="Slots in the ring; each holds one expert. At least top-k + 1; below MoE layers x"
+            " top-k nothing survives from token to token.",
+            extra={"flag": "--ring", "remedy": "automatic sizing is not there yet: give the number of slots"},
+        ),
+    ]
+    slot_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Size of a slot in MiB; 0: as large as the vault's largest expert needs.",
+            extra={"flag": "--slot-mb"},
+        ),
+    ] = 0
+    read_deadline_ms: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=3_600_000,
+            description="How long a client waits for an expert before it gets an error, in milliseconds,"
+            " unless it asks for another limit.",
+        ),
+    ] = 30_000
+
+
+class WorkersConfig(Struct, frozen=True, kw_only=True):
+    count: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=127,
+            description="Worker processes; each reads one expert at a time.",
+            extra={"flag": "--workers"},
+        ),
+    ] = 16
+
+
+class SpeculationConfig(Struct, frozen=True, kw_only=True):
+    ranks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="How many router ranks behind the top-k route() has read as a guess; 0: none.",
+            extra={"flag": "--spec"},
+        ),
+    ] = 0
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """All settings.  `name` is held against the rules for ring names where the ring is made."""
+
+    name: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="The ring's name, by which clients attach: at most 22 of A-Z a-z 0-9 . _ -",
+        ),
+    ]
+    vault: VaultConfig
+    ring: RingConfig
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: dotted `key`, `type` (annotated), `default` (None: must be given) and `meaning`.
+
+    `allowed` says the accepted values for people; `flag` is the command-line override, "" for none;
+    `remedy` is added to its error messages.
+    """
+
+    key: str
+    type: Any
+    default: int | str | None
+    meaning: str
+    allowed: str
+    flag: str
+    remedy: str
+
+
+def _meta(annotated: Any) -> Meta:
+    return next(a for a in get_args(annotated) if isinstance(a, Meta))
+
+
+def _allowed(annotated: Any) -> str:
+    base, meta = get_args(annotated)[0], _meta(annotated)
+    if get_origin(base) is Literal:
+        return " or ".join(f'"{choice}"' for choice in get_args(base))
+    if base is int:
+        return f"a whole number from {meta.ge} to {meta.le}"
+    return "text"
+
+
+def _options(struct: type[Struct], prefix: str = "") -> Iterator[Option]:
+    for info in msgspec.structs.fields(struct):
+        key = prefix + info.name
+        if isinstance(info.type, type) and issubclass(info.type, Struct):
+            yield from _options(info.type, key + ".")
+            continue
+        meta = _meta(info.type)
+        extra = meta.extra or {}
+        yield Option(
+            key=key,
+            type=info.type,
+            default=None if info.required else info.default,
+            meaning=meta.description or "",
+            allowed=_allowed(info.type),
+            flag=extra.get("flag", ""),
+            remedy=extra.get("remedy", ""),
+        )
+
+
+OPTIONS: dict[str, Option] = {option.key: option for option in _options(Config)}
+SECTIONS = frozenset(key.split(".")[0] for key in OPTIONS if "." in key)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A checked configuration, with the file it is from and where each value came from.
+
+    `origins` maps each key to "default", "file" or the flag that set it.
+    """
+
+    config: Config
+    path: Path
+    origins: Mapping[str, str]
+
+    @property
+    def vault_path(self) -> Path:
+        """The vault, absolute; a relative path counts from the configuration file's folder."""
+        return (self.path.parent / Path(self.config.vault.path).expanduser()).absolute()
+
+    @property
+    def slot_bytes(self) -> int | None:
+        """Bytes of a slot, or None where the vault decides."""
+        return self.config.ring.slot_mb * MIB or None
+
+    def effective(self) -> list[dict[str, Any]]:
+        """Every option's key, effective value and origin, in the order of the manual."""
+        values = msgspec.to_builtins(self.config)
+        return [{"key": key, "value": _dig(values, key), "origin": self.origins[key]} for key in OPTIONS]
+
+
+def load(path: str | Path, overrides: Mapping[str, int | None] | None = None) -> LoadedConfig:
+    """Read and check the configuration at `path`; `overrides` maps keys to values of flags, None: not given.
+
+    Raises ConfigError, with the file, the key, the value and what is allowed.
+    """
+    path = Path(path).expanduser()
+    return parse(_read(path), path, overrides)
+
+
+def parse(text: str, path: Path, overrides: Mapping[str, int | None] | None = None) -> LoadedConfig:
+    """Check the configuration `text`; `path` is used for messages and relative paths only."""
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:  # the former's text has line and column
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    flat = dict(_flatten(document, path))
+    for key, value in flat.items():
+        _check_value(OPTIONS[key], value, f"{path}: {key} =")
+    origins = {key: "file" if key in flat else "default" for key in OPTIONS}
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            option = OPTIONS[key]
+            _check_value(option, value, option.flag)
+            flat[key], origins[key] = value, option.flag
+    for option in OPTIONS.values():
+        if option.default is None and option.key not in flat:
+            remedy = f"; {option.remedy}" if option.remedy else ""
+            raise ConfigError(f"{path}: {option.key} is missing: it must be {option.allowed}{remedy}")
+    return LoadedConfig(msgspec.convert(_nest(flat), Config), path.absolute(), origins)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: byte {error.start} is not UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
+
+
+def _flatten(document: dict[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        if key not in SECTIONS:
+            _check_known(key, path)
+            yield key, value
+        elif not isinstance(value, dict):
+            raise ConfigError(f"{path}: {key} = {_shown(value)}: [{key}] is a section, not a value")
+        else:
+            for name, inner in value.items():
+                _check_known(f"{key}.{name}", path)
+                yield f"{key}.{name}", inner
+
+
+def _check_known(key: str, path: Path) -> None:
+    if key in OPTIONS:
+        return
+    raise ConfigError(f"{path}: unknown key {key}; the nearest known one is {_nearest(key)}")
+
+
+def _nearest(key: str) -> str:
+    last = key.rsplit(".", 1)[-1]
+
+    def likeness(known: str) -> tuple[float, float]:
+        """The last part counts most: a key in the wrong section is likelier than another key."""
+        tail = known.rsplit(".", 1)[-1]
+        return _likeness(last, tail) + _likeness(key, known), -len(known)
+
+    return max(OPTIONS, key=likeness)
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _check_value(option: Option, value: Any, where: str) -> None:
+    try:
+        msgspec.convert(value, option.type)
+    except msgspec.ValidationError:
+        remedy = f"; {option.remedy}" if option.remedy else ""
+        raise ConfigError(f"{where} {_shown(value)}: must be {option.allowed}{remedy}") from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    return nested
+
+
+def _dig(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values

@@ -1,0 +1,1 @@
+"""The control plane: typed commands over ZeroMQ (`protocol`, `commands`, `server`, `client`)."""

@@ -1,0 +1,212 @@
+"""The two quantisations of `.smoe` vaults, both ways, in numpy alone.
+
+Format (the original system's, described in docs/): the tensor is flattened row-major and cut into groups
+of 64 weights; each group has one float16 scale; codes are packed low bits first.
+
+    Q4   2 codes a byte   weight = (code - 7.5) / 7.5 x scale   scale = absmax of the group, 1 where it is 0
+    Q2   4 codes a byte   weight = (code - 1.5) / 1.5 x scale   scale = best of absmax x linspace(0.1, 1, 64)
+
+Two facts decide how this is written.  The result must equal the original's bit for bit, so every step is a
+float32 step in the original's order.  And a 2048 x 768 tensor is 6 MB of float32, so a pass over all of it
+is a pass over main memory: everything is done in blocks that stay in a core's own cache, and each block
+goes through all its steps before the next one begins.  That also bounds the memory: besides the result
+there are a few blocks, however large the tensor is, and the 64 candidates of Q2 are tried one after the
+other on the same block.
+
+Decoding needs no arithmetic but one multiplication: a byte stands for 2 or 4 weights before scaling, and
+these are looked up together in a table of 256 rows.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["GROUP_WEIGHTS", "dequantize", "packed_sizes", "quantize_q2", "quantize_q4"]
+
+GROUP_WEIGHTS = 64
+
+F32 = npt.NDArray[np.float32]
+F16 = npt.NDArray[np.float16]
+U8 = npt.NDArray[np.uint8]
+
+_HALF_RANGE = {4: np.float32(7.5), 2: np.float32(1.5)}
+_DECODE_BLOCK_BYTES = 1 << 16
+_ENCODE_BLOCK_GROUPS = 512
+_Q2_CANDIDATES = np.linspace(0.1, 1.0, 64, dtype=np.float32)
+
+
+def _decoding_table(bits: int) -> F32:
+    """Row b: the weights that byte b stands for, before scaling; shape (256, 8 / bits)."""
+    half = _HALF_RANGE[bits]
+    byte = np.arange(256)
+    codes = np.stack([(byte >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], axis=1)
+    return (codes.astype(np.float32) - half) / half
+
+
+# A row as one number of its size, so that one look-up moves all its weights: 2 x float32 is the size of a
+# float64, 4 x float32 that of a complex128.  The numbers are only ever copied.
+_ROWS: dict[int, npt.NDArray[np.float64] | npt.NDArray[np.complex128]] = {
+    4: _decoding_table(4).view(np.float64).reshape(256),
+    2: _decoding_table(2).view(np.complex128).reshape(256),
+}
+
+
+def packed_sizes(elements: int, bits: int) -> tuple[int, int]:
+    """Bytes of codes and bytes of scales of a tensor of `elements` weights at `bits` (2 or 4) a weight.
+
+    A last group of fewer than 64 weights has a scale too.  ValueError where the codes do not fill whole
+    bytes or `bits` is another number.
+    """
+    if bits not in _HALF_RANGE:
+        raise ValueError(f"{bits} bits a weight: only 2 and 4 exist")
+    if elements <= 0 or elements * bits % 8:
+        raise ValueError(f"{elements} weights of {bits} bits do not fill whole bytes")
+    return elements * bits // 8, -(-elements // GROUP_WEIGHTS) * 2
+
+
+def dequantize(codes: U8, scales: F16, shape: tuple[int, ...], bits: int) -> F32:
+    """The weights of one quantised tensor: a new float32 array of `shape`, row-major.
+
+    `codes`: uint8, prod(shape) x bits / 8 of them; `scales`: float16, one for each 64 weights begun.  Both
+    may be read-only and at any address.  `bits`: 4 (Q4) or 2 (Q2) of the `.smoe` format.  Equal bit for
+    bit to the original's own dequantiser.  ValueError where the numbers do not fit together.
+    """
+    elements = prod(shape)
+    codes_bytes, scales_bytes = packed_sizes(elements, bits)
+    if codes.dtype != np.uint8 or codes.size != codes_bytes:
+        raise ValueError(
+            f"codes: {codes.size} of {codes.dtype}, but shape {shape} needs {codes_bytes} of uint8"
+        )
+    if scales.dtype != np.float16 or scales.size * 2 != scales_bytes:
+        raise ValueError(
+            f"scales: {scales.size} of {scales.dtype}, but shape {shape} needs {scales_bytes // 2} of float16"
+        )
+    codes, scale = codes.reshape(-1), scales.reshape(-1).astype(np.float32)
+    rows = _ROWS[bits]
+    weights_a_byte = 8 // bits
+    weights = np.empty(elements, np.float32)
+    as_rows = weights.view(rows.dtype)
+    whole = elements // GROUP_WEIGHTS
+    groups = weights[: whole * GROUP_WEIGHTS].reshape(whole, GROUP_WEIGHTS)
+    # `take` converts its indices: a buffer for them, used again, is twice as fast as one allocated per call.
+    indices = np.empty(min(_DECODE_BLOCK_BYTES, codes.size), np.intp)
+    for start in range(0, codes.size, _DECODE_BLOCK_BYTES):
+        block = codes[start : start + _DECODE_BLOCK_BYTES]
+        index = indices[: block.size]
+        index[:] = block
+        # A byte is always within the table; "clip" only spares the copy that "raise" makes of `out`.
+        np.take(rows, index, out=as_rows[start : start + block.size], mode="clip")
+        first = start * weights_a_byte // GROUP_WEIGHTS
+        last = min((start + block.size) * weights_a_byte // GROUP_WEIGHTS, whole)
+        groups[first:last] *= scale[first:last, None]
+    if elements % GROUP_WEIGHTS:
+        weights[whole * GROUP_WEIGHTS :] *= scale[whole]
+    return weights.reshape(shape)
+
+
+def _groups_of(weights: F32) -> F32:
+    """The weights as rows of 64; ValueError for what the format cannot hold."""
+    if weights.dtype != np.float32:
+        raise ValueError(f"weights are {weights.dtype}, not float32")
+    if weights.size == 0 or weights.size % GROUP_WEIGHTS:
+        raise ValueError(f"{weights.size} weights are not a whole number of groups of {GROUP_WEIGHTS}")
+    return np.ascontiguousarray(weights).reshape(-1, GROUP_WEIGHTS)
+
+
+def _absmax(groups: F32) -> F32:
+    """Largest absolute value of each group; ValueError where it is no number or no float16 can hold it."""
+    largest: F32 = np.maximum(groups.max(axis=1), -groups.min(axis=1))
+    # Halfway between the largest float16 and the next step: from here on a float16 is infinite.
+    if not bool(np.all(largest < np.float32(65520))):
+        raise ValueError("a weight is infinite, not a number, or too large for a float16 scale (65504)")
+    return largest
+
+
+def quantize_q4(weights: F32) -> tuple[U8, F16]:
+    """Codes (uint8, 2 weights each, low nibble first) and scales (float16, one for 64 weights), both flat.
+
+    `weights`: float32 of any shape, a multiple of 64 of them.  By the `.smoe` format's Q4: the codes are
+    computed with the float32 scale, the stored one is rounded.  ValueError for other types or sizes and for
+    weights that are not finite or exceed float16.
+    """
+    groups = _groups_of(weights)
+    half = _HALF_RANGE[4]
+    packed = np.empty(weights.size // 2, np.uint8)
+    scales = np.empty(len(groups), np.float16)
+    bytes_a_group = GROUP_WEIGHTS // 2
+    for start in range(0, len(groups), _ENCODE_BLOCK_GROUPS):
+        block = groups[start : start + _ENCODE_BLOCK_GROUPS]
+        scale = _absmax(block)
+        scale[scale == 0] = 1
+        q = block / scale[:, None]
+        q *= half
+        q += half
+        np.rint(q, out=q)
+        np.clip(q, 0, 15, out=q)
+        # Two codes as one little-endian 16-bit number hi:lo; its low byte after the fold is hi << 4 | lo.
+        pairs = q.astype(np.uint8).reshape(-1).view("<u2")
+        stop = start + len(block)
+        packed[start * bytes_a_group : stop * bytes_a_group] = pairs | (pairs >> 4)
+        scales[start:stop] = scale
+    return packed, scales
+
+
+def quantize_q2(weights: F32) -> tuple[U8, F16]:
+    """Codes (uint8, 4 weights each, low bits first) and scales (float16, one for 64 weights), both flat.
+
+    `weights`: float32 of any shape, a multiple of 64 of them.  By the `.smoe` format's Q2: of 64 candidate
+    scales the one with the least squared error, the first of equals.  A group of zeros has scale 0 and
+    comes back as zeros.  ValueError as for `quantize_q4`.
+    """
+    groups = _groups_of(weights)
+    packed = np.empty(weights.size // 4, np.uint8)
+    scales = np.empty(len(groups), np.float16)
+    bytes_a_group = GROUP_WEIGHTS // 4
+    for start in range(0, len(groups), _ENCODE_BLOCK_GROUPS):
+        block = groups[start : start + _ENCODE_BLOCK_GROUPS]
+        scale = _best_q2_scale(block)
+        # Four codes as one little-endian 32-bit number; its low byte after the folds has them at 0, 2, 4, 6.
+        fours = _q2_codes(block, scale).astype(np.uint8).reshape(-1).view("<u4")
+        stop = start + len(block)
+        folded = fours | (fours >> 6) | (fours >> 12) | (fours >> 18)
+        packed[start * bytes_a_group : stop * bytes_a_group] = (folded & 0xFF).astype(np.uint8)
+        scales[start:stop] = scale
+    return packed, scales
+
+
+def _q2_codes(groups: F32, scale: F32) -> F32:
+    """Codes 0 to 3, as float32, of `groups` (n, 64) at `scale` (n,)."""
+    half = _HALF_RANGE[2]
+    # A scale of 0 belongs to a group of zeros, whose codes may be any: divide by 1 there.
+    divisor = scale.copy()
+    divisor[divisor == 0] = 1
+    q: F32 = groups / divisor[:, None]
+    q *= half
+    q += half
+    np.rint(q, out=q)
+    np.clip(q, 0, 3, out=q)
+    return q
+
+
+def _best_q2_scale(groups: F32) -> F32:
+    """For each of `groups` (n, 64) the candidate with the least squared error, the first of equals; (n,)."""
+    half = _HALF_RANGE[2]
+    largest = _absmax(groups)
+    best = np.empty(len(groups), np.float32)
+    least = np.full(len(groups), np.inf, np.float32)
+    for candidate in _Q2_CANDIDATES:
+        scale: F32 = largest * candidate
+        error = _q2_codes(groups, scale)
+        error -= half
+        error /= half
+        error *= scale[:, None]
+        error -= groups
+        error *= error
+        total: F32 = np.add.reduce(error, axis=1)
+        better = total < least
+        least[better] = total[better]
+        best[better] = scale[better]
+    return best

@@ -1,0 +1,589 @@
+"""The client: attach a ring by name and take experts from it.
+
+    with smoe_mp.attach("demo") as ring:
+        with ring.fetch(layer, [3, 7]) as batch:            # demand both, wait, hold
+            y = x @ batch[0].dequantize("gate").T
+        for expert in ring.as_ready(layer, union):          # each as it lands
+            ...
+
+Life of a hold.  A batch holds its slots until its block ends.  A view (`raw`, `["gate"]`) is a numpy
+array over the data segment itself, read-only, and carries a hold of its own that ends when the last
+array made from it is gone; so a view is right as long as it can be seen, also after the block and after
+`ring.close()`.  What is kept keeps its slot from being reused: keep copies of what is kept for long.
+
+Objects that will own holds exist before the C call that takes them, so an interrupt loses none.  One
+handle may be used from several threads.  In a forked child the handle is dead and says so; its parent's
+is untouched.
+
+The hot path is one C call a batch, on shared memory; a hit makes no system call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_mp import quant
+from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, text
+from smoe_mp.errors import IdError, RingClosed, RingError
+from smoe_mp.segments import CENSUS, MODES, check_name, counters
+
+_NUMPY = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1",
+}  # fmt: skip
+_BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
+_REGISTERED = ("hits", "joins", "promoted", "misses")
+
+
+def _milliseconds(timeout: float | None) -> int:
+    """Seconds to milliseconds; None is -1: the ring's own read deadline."""
+    if timeout is None:
+        return -1
+    if not timeout >= 0:
+        raise ValueError(f"timeout {timeout!r}: seconds, at least 0, or None for the ring's own limit")
+    return min(int(timeout * 1000 + 0.999), 2**62)
+
+
+class _Handle:
+    """Owner of the native handle.  Ring, batches and views share it; the last one to go detaches."""
+
+    __slots__ = ("name", "ptr")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ptr: Any = None
+
+    def attach(self, role: int, label: str) -> None:
+        out, error = ffi.new("smoe_ring **"), new_error()
+        code = lib.smoe_attach(self.name.encode(), role, 0, label.encode()[:31], out, error)
+        check(code, error, self.name)
+        self.ptr = out[0]
+
+    def __del__(self, _detach: Any = lib.smoe_detach) -> None:
+        if self.ptr is not None:
+            _detach(self.ptr)
+            self.ptr = None
+
+
+class _ViewHold:
+    """Base object of a view: a hold of its own on the slot, given up when no array uses it any more."""
+
+    __slots__ = ("__array_interface__", "_handle", "_hold")
+
+    def __init__(self, handle: _Handle, hold: Any, place: int, shape: tuple[int, ...], typestr: str) -> None:
+        self._handle = handle
+        self._hold = ffi.new("smoe_hold *")
+        check_plain(lib.smoe_hold_again(handle.ptr, hold, self._hold), handle.name)
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (place, True),
+            "shape": shape,
+            "typestr": typestr,
+        }
+
+    def __del__(self, _release: Any = lib.smoe_release) -> None:
+        _release(self._handle.ptr, self._hold, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A quantised tensor in place: `codes` (uint8, packed), `scales` (float16, one a group of 64 weights),
+    the logical `shape` and the `bits` of a code.  Both arrays are read-only views over the ring."""
+
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float16]
+    shape: tuple[int, ...]
+    bits: int
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """A new float32 array of `shape`."""
+        return quant.dequantize(self.codes, self.scales, self.shape, self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: `offset` from the slot's start and `nbytes`, in bytes; `dtype` as the source
+    names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Expert:
+    """One expert that a batch holds."""
+
+    __slots__ = ("_batch", "_index", "expert", "layer")
+
+    def __init__(self, batch: Batch, index: int, layer: int, expert: int) -> None:
+        self._batch = batch
+        self._index = index
+        self.layer = layer
+        self.expert = expert
+
+    def __repr__(self) -> str:
+        return f"<Expert layer {self.layer} expert {self.expert}>"
+
+    def _hold(self) -> Any:
+        batch = self._batch
+        hold = batch._holds[self._index]
+        if hold.status != lib.SMOE_HOLD_RESIDENT:
+            raise RingError(
+                f"ring {batch._handle.name}: expert {self.expert} of layer {self.layer} is not held"
+                + (": wait for it first" if hold.status else ": its block has ended")
+            )
+        return hold
+
+    def _view(self, offset: int, shape: tuple[int, ...], typestr: str) -> npt.NDArray[Any]:
+        hold = self._hold()
+        handle = self._batch._handle
+        base = int(ffi.cast("uintptr_t", lib.smoe_slot_data(handle.ptr, hold.slot)))
+        return np.asarray(_ViewHold(handle, ffi.addressof(hold), base + offset, shape, typestr))
+
+    @property
+    def hit(self) -> bool:
+        """Whether it was resident when it was asked for."""
+        return bool(self._hold().hit)
+
+    @property
+    def parts(self) -> list[npt.NDArray[np.uint8]]:
+        """Its bytes as they are in the file, one uint8 view an extent."""
+        index = self._hold().expert_index
+        return [self._view(offset, (size,), "|u1") for offset, size in self._batch._facts.parts(index)]
+
+    @property
+    def raw(self) -> npt.NDArray[np.uint8]:
+        """Its bytes as one uint8 view; RingError where it has several parts."""
+        index = self._hold().expert_index
+        parts = self._batch._facts.parts(index)
+        if len(parts) != 1:
+            raise RingError(
+                f"ring {self._batch._handle.name}: expert {self.expert} of layer {self.layer} has "
+                f"{len(parts)} parts in its files: use .parts"
+            )
+        offset, size = parts[0]
+        return self._view(offset, (size,), "|u1")
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Its tensors by name, scales ("gate.scales") included."""
+        return self._batch._facts.tensors(self._hold().expert_index)
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any] | QuantizedTensor:
+        """A tensor as a read-only view: a numpy array of its dtype and shape (uint8 bytes where numpy has
+        no such type), for quantised ones a QuantizedTensor.  KeyError names what there is."""
+        tensors = self.tensors
+        if name not in tensors:
+            raise KeyError(
+                f"expert {self.expert} of layer {self.layer} has no {name!r}: {', '.join(tensors)}"
+            )
+        t = tensors[name]
+        if t.dtype in _BITS:
+            codes = self._view(t.offset, (t.nbytes,), "|u1")
+            s = tensors[name + ".scales"]
+            scales = self._view(s.offset, s.shape, "<f2")
+            return QuantizedTensor(codes, scales, t.shape, _BITS[t.dtype])
+        if t.dtype in _NUMPY:
+            return self._view(t.offset, t.shape, _NUMPY[t.dtype])
+        return self._view(t.offset, (t.nbytes,), "|u1")
+
+    def dequantize(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor as a new float32 array of its logical shape."""
+        t = self[name]
+        if isinstance(t, QuantizedTensor):
+            return t.dequantize()
+        if t.dtype.kind != "f":
+            raise RingError(
+                f"expert {self.expert} of layer {self.layer}: {name!r} is {self.tensors[name].dtype}, "
+                f"which cannot be made float32 here"
+            )
+        return t.astype(np.float32)
+
+
+class _Facts:
+    """Where parts and tensors lie, asked of the tables once an expert."""
+
+    def __init__(self, handle: _Handle) -> None:
+        self._handle = handle
+        self._parts: dict[int, list[tuple[int, int]]] = {}
+        self._tensors: dict[int, dict[str, TensorInfo]] = {}
+
+    def parts(self, index: int) -> list[tuple[int, int]]:
+        """(offset in the slot, bytes) of each part."""
+        if (known := self._parts.get(index)) is None:
+            n = lib.smoe_expert_parts(self._handle.ptr, index, ffi.NULL, 0)
+            room = ffi.new("smoe_part[]", n)
+            lib.smoe_expert_parts(self._handle.ptr, index, room, n)
+            known = self._parts[index] = [(p.offset, p.bytes) for p in room]
+        return known
+
+    def tensors(self, index: int) -> dict[str, TensorInfo]:
+        if (known := self._tensors.get(index)) is None:
+            n = lib.smoe_expert_tensors(self._handle.ptr, index, ffi.NULL, 0)
+            room = ffi.new("smoe_tensor[]", n)
+            lib.smoe_expert_tensors(self._handle.ptr, index, room, n)
+            known = self._tensors[index] = {
+                text(t.name): TensorInfo(
+                    text(t.name), text(t.dtype), tuple(t.shape[i] for i in range(t.ndim)), t.offset, t.bytes
+                )
+                for t in room
+            }
+        return known
+
+
+class Batch(Sequence[Expert]):
+    """Experts that are held, in the order asked for, until the block ends or `release`."""
+
+    __slots__ = ("_experts", "_facts", "_handle", "_holds", "_layer", "_n")
+
+    def __init__(self, handle: _Handle, facts: _Facts, layer: int, experts: Sequence[int]) -> None:
+        self._handle = handle
+        self._facts = facts
+        self._layer = layer
+        self._experts = experts
+        self._n = len(experts)
+        self._holds = ffi.new("smoe_hold[]", self._n)
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(self._n))]
+        at = operator.index(i)
+        if not -self._n <= at < self._n:
+            raise IndexError(f"expert {i} of a batch of {self._n}")
+        at %= self._n
+        return Expert(self, at, self._layer, self._experts[at])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self, _release: Any = lib.smoe_release) -> None:
+        if self._handle.ptr is not None:
+            _release(self._handle.ptr, self._holds, self._n)
+
+    @property
+    def hits(self) -> int:
+        """How many were resident when asked for."""
+        return sum(bool(h.hit) for h in self._holds)
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Wait until all are resident.  `timeout`: seconds, None for the ring's read deadline.
+
+        Raises ExpertReadError, ReadTimeout, NoSupervisor, RingReplaced, LeaseLost; then the batch is
+        released.
+        """
+        error = new_error()
+        ms = _milliseconds(timeout)
+        code = -errno.EINTR
+        try:
+            while code == -errno.EINTR:  # Python's own signal handlers run between two turns
+                code = lib.smoe_wait(self._handle.ptr, self._holds, self._n, ms, error)
+            check(code, error, self._handle.name, self._handle.ptr)
+        except BaseException:
+            self.release()
+            raise
+        return self
+
+    def release(self) -> None:
+        """Give up the batch's holds; views keep theirs.  A second call does nothing."""
+        lib.smoe_release(self._handle.ptr, self._holds, self._n)
+
+
+class Ring:
+    """A ring that this process is a client of.  Made by `attach`; a context manager."""
+
+    def __init__(self, handle: _Handle) -> None:
+        self._handle: _Handle | None = handle
+        self._name = handle.name
+        self._facts = _Facts(handle)
+        info = ffi.new("smoe_info *")
+        lib.smoe_get_info(handle.ptr, info)
+        self.slots = int(info.n_slots)
+        self.slot_bytes = int(info.slot_bytes)
+        self.experts = int(info.n_experts)
+        self._files = int(info.n_files)
+        self.client_id = int(info.id)
+        self.top_k = int(info.top_k)
+        self.speculation_ranks = int(info.speculation_ranks)
+        self._grid = (int(info.grid_layers), int(info.grid_experts))
+
+    def __repr__(self) -> str:
+        return f"<smoe_mp.Ring {self._name!r} {'closed' if self._handle is None else f'{self.slots} slots'}>"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def _open(self) -> _Handle:
+        handle = self._handle
+        if handle is None:
+            raise RingClosed(f"ring {self._name}: this handle was closed")
+        return handle
+
+    def close(self) -> None:
+        """Let go of the ring.  Views that are still used keep their holds and the mapping."""
+        self._handle = None
+        self._facts = None  # type: ignore[assignment]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- ids ------------------------------------------------------------------------------------
+
+    def _one_id(self, value: Any, what: str) -> int:
+        if isinstance(value, (bool, np.bool_)):
+            raise IdError(f"ring {self._name}: {what} {value!r} is a truth value, not a number")
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise IdError(f"ring {self._name}: {what} {value!r} is not a whole number") from None
+        if not 0 <= number < 2**31:
+            raise IdError(f"ring {self._name}: there is no {what} {number}")
+        return number
+
+    def _ids(self, experts: Iterable[Any]) -> list[int]:
+        ids = experts.tolist() if isinstance(experts, np.ndarray) else list(experts)
+        if all(type(x) is int and 0 <= x < 2**31 for x in ids):
+            return ids
+        return [self._one_id(x, "expert") for x in ids]
+
+    def _fail(self, code: int, error: Any, handle: _Handle, layer: int, ids: Sequence[int]) -> NoReturn:
+        if code == lib.SMOE_EID:
+            expert = ids[error.got]
+            if text(error.call) == "named twice":
+                raise IdError(f"ring {self._name}: expert {expert} of layer {layer} is named twice: ask once")
+            layers, experts = self._grid
+            raise IdError(
+                f"ring {self._name}: the vault has no expert {expert} in layer {layer} "
+                f"(layers below {layers}, experts below {experts})"
+            )
+        raise_error(code, error, self._name, handle.ptr)
+
+    # --- demand -----------------------------------------------------------------------------------
+
+    def fetch(self, layer: int, experts: Iterable[int], timeout: float | None = None) -> Batch:
+        """Demand experts of a layer, wait for all, hold them: `with ring.fetch(...) as batch:`.
+
+        `experts`: ids, each once, in any order; the batch has that order.  `timeout`: seconds for the
+        reservation and for the reads, None for the ring's read deadline.  Raises IdError, BatchTooLarge,
+        Busy (slots could not be had), ExpertReadError, ReadTimeout, NoSupervisor, RingStopping,
+        RingReplaced, RingClosed, RingForked, LeaseLost; then nothing is held.
+        """
+        handle, layer = self._open(), self._one_id(layer, "layer")
+        ids = self._ids(experts)
+        batch, error = Batch(handle, self._facts, layer, ids), new_error()
+        ms = _milliseconds(timeout)
+        while True:
+            code = lib.smoe_fetch(handle.ptr, layer, ids, len(ids), batch._holds, ms, error)
+            if code >= 0:
+                return batch
+            if code != -errno.EINTR:
+                self._fail(code, error, handle, layer, ids)
+            if ids and batch._holds[0].status:  # the signal came in the wait: go on with that
+                return batch.wait(timeout)
+
+    def acquire(self, layer: int, experts: Iterable[int], timeout: float | None = None) -> Batch:
+        """Demand with hold, without waiting for the reads: `batch.wait()` does.  Errors as for `fetch`."""
+        handle, layer = self._open(), self._one_id(layer, "layer")
+        ids = self._ids(experts)
+        batch, error = Batch(handle, self._facts, layer, ids), new_error()
+        ms = _milliseconds(timeout)
+        code = -errno.EINTR
+        while code == -errno.EINTR:
+            code = lib.smoe_acquire(handle.ptr, layer, ids, len(ids), batch._holds, ms, error)
+        if code < 0:
+            self._fail(code, error, handle, layer, ids)
+        return batch
+
+    def wait(self, batch: Batch, timeout: float | None = None) -> Batch:
+        """`batch.wait(timeout)`."""
+        self._open()
+        return batch.wait(timeout)
+
+    def release(self, batch: Batch) -> None:
+        """`batch.release()`."""
+        batch.release()
+
+    def claim_specific(self, layer: int, expert: int) -> Batch | None:
+        """The non-blocking poll: a batch of one if the expert is resident, else None.  Reads nothing."""
+        handle, layer = self._open(), self._one_id(layer, "layer")
+        ids = [self._one_id(expert, "expert")]
+        batch, error = Batch(handle, self._facts, layer, ids), new_error()
+        code = lib.smoe_claim_specific(handle.ptr, layer, ids[0], batch._holds, error)
+        if code < 0:
+            self._fail(code, error, handle, layer, ids)
+        return batch if code else None
+
+    def speculate(self, layer: int, experts: Iterable[int]) -> int:
+        """Guess: have the experts read when no demand is waiting.  Takes no hold, never waits.
+
+        Returns how many were queued; what is in the ring already, or finds no idle slot, is not.
+        """
+        handle, layer = self._open(), self._one_id(layer, "layer")
+        ids, error = self._ids(experts), new_error()
+        code: int = lib.smoe_speculate(handle.ptr, layer, ids, len(ids), error)
+        if code < 0:
+            self._fail(code, error, handle, layer, ids)
+        return code
+
+    def route(self, layer: int, ranked: Iterable[int], top_k: int, timeout: float | None = None) -> Batch:
+        """Demand the first `top_k` of a list that a router ranked, best first; guess the next
+        `speculation_ranks` of it.  Waits and holds like `fetch`."""
+        ids = self._ids(ranked)
+        k = self._one_id(top_k, "top_k")
+        if len(ids) < k:
+            raise IdError(f"ring {self._name}: top_k is {k}, but only {len(ids)} experts are ranked")
+        batch = self.acquire(layer, ids[:k], timeout)
+        if guesses := ids[k : k + self.speculation_ranks]:
+            self.speculate(layer, guesses)
+        return batch.wait(timeout)
+
+    def as_ready(self, layer: int, experts: Iterable[int], timeout: float | None = None) -> Iterator[Expert]:
+        """Yield each expert as it lands, so that computing overlaps with reading.
+
+        An expert is held until the next one is asked for (its views for as long as they are used).  More
+        experts than half the ring are asked for in waves that never hold more than that half, so a
+        request may be larger than the ring.  Errors as for `fetch`, at the expert concerned.
+        """
+        handle, layer = self._open(), self._one_id(layer, "layer")
+        ids = self._ids(experts)
+        return _Waves(self, Batch(handle, self._facts, layer, ids), timeout).run()
+
+    # --- looking on --------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of all participants since the ring was made, with `hit_rate`, `mean_wait_us`, the
+        `census` of the slots, `files` (path: the way of reading that was achieved), and under `client` the
+        same counters of this client alone."""
+        ptr = self._open().ptr
+        out = ffi.new("uint32_t[9]")
+        check_plain(lib.smoe_census(ptr, out), self._name)
+        total: dict[str, Any] = dict(counters(ptr, -1))
+        demanded = sum(total[k] for k in _REGISTERED)
+        total["hit_rate"] = total["hits"] / demanded if demanded else 0.0
+        total["mean_wait_us"] = total["wait_ns"] / total["waits"] / 1000 if total["waits"] else 0.0
+        total["census"] = dict(zip(CENSUS, list(out), strict=True))
+        total["files"] = {
+            text(lib.smoe_file_path(ptr, i)): MODES[lib.smoe_file_mode(ptr, i)] for i in range(self._files)
+        }
+        total["client"] = counters(ptr, self.client_id)
+        return total
+
+    def resident(self, layer: int, expert: int) -> bool:
+        """Whether the expert's bytes are in the ring now (it may be evicted the moment after)."""
+        ptr = self._open().ptr
+        index = lib.smoe_expert_index(ptr, self._one_id(layer, "layer"), self._one_id(expert, "expert"))
+        home = lib.smoe_home(ptr, index) if index >= 0 else 0
+        if not home:
+            return False
+        word = lib.smoe_slot_word(ptr, home - 1)
+        return word & 7 in (3, 4) and word >> 11 & 0x1FFFFF == index
+
+
+class _Waves:
+    """The running state of one `as_ready`."""
+
+    def __init__(self, ring: Ring, batch: Batch, timeout: float | None) -> None:
+        self.ring = ring
+        self.batch = batch
+        self.ms = _milliseconds(timeout)
+        self.asked = 0  # ids[:asked] have been demanded
+        self.flying = 0  # demanded and not yet yielded
+        self.ready: deque[int] = deque()
+        half = max(1, ring.slots // 2)
+        self.window = min(len(batch), half)
+
+    def _demand(self, n: int, wait: bool) -> bool:
+        """Demand the next n, waiting for the reservation or not."""
+        b, error = self.batch, new_error()
+        handle, holds = b._handle, b._holds + self.asked
+        ids = list(b._experts[self.asked : self.asked + n])
+        code = -errno.EINTR
+        while code == -errno.EINTR:
+            if wait:
+                code = lib.smoe_acquire(handle.ptr, b._layer, ids, n, holds, self.ms, error)
+            else:
+                code = lib.smoe_acquire_nowait(handle.ptr, b._layer, ids, n, holds, error)
+        if code == lib.SMOE_EBUSY and not wait:
+            return False
+        if code < 0:
+            self.ring._fail(code, error, handle, b._layer, ids)
+        self.ready.extend(self.asked + i for i in range(n) if holds[i].status == lib.SMOE_HOLD_RESIDENT)
+        self.asked += n
+        self.flying += n
+        return True
+
+    def _top_up(self) -> None:
+        """Demand as much of the rest as the window and the others leave room for.  It waits for room only
+        while it holds nothing, so that two such requests cannot wait for each other."""
+        n = min(self.window - self.flying, len(self.batch) - self.asked)
+        while n > 0 and not self._demand(n, wait=False):
+            n //= 2
+        if self.flying == 0 and self.asked < len(self.batch):
+            self._demand(1, wait=True)
+
+    def _next(self) -> int:
+        if self.ready:
+            return self.ready.popleft()
+        b, error = self.batch, new_error()
+        code = -errno.EINTR
+        while code == -errno.EINTR:
+            code = lib.smoe_wait_any(b._handle.ptr, b._holds, self.asked, self.ms, error)
+        return check(code, error, b._handle.name, b._handle.ptr)
+
+    def run(self) -> Iterator[Expert]:
+        b = self.batch
+        with contextlib.closing(_Releaser(b)):
+            if len(set(b._experts)) < len(b):  # across waves, which C does not see
+                twice = sorted({x for x in b._experts if b._experts.count(x) > 1})
+                raise IdError(f"ring {b._handle.name}: experts named twice in layer {b._layer}: {twice}")
+            while self.asked < len(b) or self.flying:
+                self._top_up()
+                at = self._next()
+                self.flying -= 1
+                yield b[at]
+                lib.smoe_release(b._handle.ptr, b._holds + at, 1)
+
+
+class _Releaser:
+    """Closes a batch when a generator ends, however it ends."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.close = batch.release
+
+
+def attach(name: str, label: str = "", spin_us: int = 20) -> Ring:
+    """Attach the ring `name` as a client.
+
+    `label`: at most 31 bytes, shown by `smoe-mp status`.  `spin_us`: how long a wait spins before it
+    sleeps, microseconds.  Raises NoSuchRing, SegmentError (another build, not finished, 32 clients there
+    already, no permission), ConfigError for an impossible name.
+    """
+    handle = _Handle(check_name(name))
+    handle.attach(lib.SMOE_ROLE_CLIENT, label)
+    lib.smoe_set_spin_us(handle.ptr, spin_us)
+    return Ring(handle)

@@ -1,0 +1,345 @@
+"""Writing `.smoe` vaults: one expert after the other, a whole file or none.
+
+The sizes of all experts follow from the tensors' shapes and the bits, so the header, the table and every
+offset are known before the first expert is there.  Experts are therefore written as they come, in table
+order, and never more than one is in memory.
+
+A vault that was half written must never be taken for one.  It is written as `<name>.partial` beside its
+place, synced, and renamed; whoever fails removes it.  A writer that is killed leaves its partial file
+behind, which the next one takes over: a lock on the file, which the kernel drops at a death, tells a
+dead writer's file from a living one's.  The table is written last of all.
+
+With an arch block the file is version 2; without one it is version 1, byte for byte what version 1 is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from smoe_mp.errors import VaultError
+from smoe_mp.quant import F16, F32, GROUP_WEIGHTS, U8, packed_sizes, quantize_q2, quantize_q4
+from smoe_mp.sources.smoe import (
+    ALIGNMENT,
+    ARCH_ALIGNMENT,
+    ARCH_DTYPE,
+    ARCH_MAGIC,
+    DESCRIPTOR_DTYPE,
+    ENTRY_DTYPE,
+    HEADER_DTYPE,
+    MAGIC,
+    MAX_EXPERTS,
+    MAX_GRID_CELLS,
+    TENSOR_NAMES,
+    ArchBlock,
+)
+
+__all__ = ["VaultWriter"]
+
+Packed = tuple[U8, F16]
+
+# Left free on the file system, besides the vault.
+SPARE_BYTES = 1 << 20
+
+
+def _up_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class VaultWriter:
+    """Writes the vault `path`, replacing what is there when all of it is written.
+
+    `experts`: the (layer, expert) pairs in the order in which they will be added.  `bits`: 4 or 2.
+    `shapes`: (rows, cols) of "gate", "up" and "down", alike for all experts.  `d_model`, `vocab_size` and
+    `ffn_dim` go into the header as they are; `arch`, if any, makes it version 2.  `checksum`: a function of
+    the padded blob's bytes giving its CRC-32C, for the entries' reserved field; without it the field is 0.
+
+    A context manager: leaving it in order closes the writer, leaving it by an exception removes what was
+    written.  VaultError where the experts or shapes cannot be, where the space is not there, where another
+    process is writing the same vault, and where the file system fails, with the figures.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        experts: Sequence[tuple[int, int]],
+        *,
+        bits: int,
+        shapes: Mapping[str, tuple[int, int]],
+        d_model: int,
+        vocab_size: int,
+        ffn_dim: int,
+        arch: ArchBlock | None = None,
+        checksum: Callable[[memoryview], int] | None = None,
+    ) -> None:
+        self.path = path
+        self.bits = bits
+        self.shapes = {name: shapes[name] for name in TENSOR_NAMES}
+        self._experts = list(experts)
+        self._checksum = checksum
+        self._crcs: list[int] = []
+        self._check()
+        self._sizes = {name: packed_sizes(prod(shape), bits) for name, shape in self.shapes.items()}
+        self.raw_size = sum(sum(sizes) for sizes in self._sizes.values())
+        self.padded_size = _up_to(self.raw_size, ALIGNMENT)
+        self._lay_out(d_model, vocab_size, ffn_dim, arch)
+        self._blob = bytearray(self.padded_size)
+        self._partial = path.with_name(path.name + ".partial")
+        self._fd = -1
+        try:
+            self._fd = self._open_partial()
+            self._check_space()
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of the whole vault."""
+        return self._data_offset + len(self._experts) * self.padded_size
+
+    def add(self, layer: int, expert: int, gate: F32, up: F32, down: F32) -> None:
+        """Quantise and write the next expert; float32 arrays of the writer's shapes."""
+        quantise = quantize_q4 if self.bits == 4 else quantize_q2
+        packed: list[Packed] = []
+        for name, weights in zip(TENSOR_NAMES, (gate, up, down), strict=True):
+            if weights.shape != self.shapes[name]:
+                raise VaultError(
+                    f"{self.path}: {name} of expert {expert} of layer {layer} has shape {weights.shape}, not"
+                    f" {self.shapes[name]}"
+                )
+            try:
+                packed.append(quantise(weights))
+            except ValueError as error:
+                raise VaultError(
+                    f"{self.path}: {name} of expert {expert} of layer {layer}: {error}"
+                ) from error
+        self.add_packed(layer, expert, *packed)
+
+    def add_packed(self, layer: int, expert: int, gate: Packed, up: Packed, down: Packed) -> None:
+        """Write the next expert from (codes, scales) of each tensor, as `quant` makes them."""
+        index = len(self._crcs)
+        if self._fd < 0:
+            raise VaultError(f"{self.path}: this writer is closed")
+        if index == len(self._experts):
+            raise VaultError(f"{self.path}: all {index} experts are written; ({layer}, {expert}) is too many")
+        if (layer, expert) != self._experts[index]:
+            raise VaultError(
+                f"{self.path}: expert {expert} of layer {layer} was added where entry {index}, expert"
+                f" {self._experts[index][1]} of layer {self._experts[index][0]}, is next"
+            )
+        place = 0
+        for name, tensor in zip(TENSOR_NAMES, (gate, up, down), strict=True):
+            what = f"{name} of expert {expert} of layer {layer}"
+            place = self._put(tensor[0], np.dtype(np.uint8), self._sizes[name][0], place, what)
+            place = self._put(tensor[1], np.dtype(np.float16), self._sizes[name][1], place, what)
+        self._write(memoryview(self._blob), self._data_offset + index * self.padded_size)
+        self._crcs.append(self._checksum(memoryview(self._blob)) if self._checksum else 0)
+
+    def _put(self, array: U8 | F16, dtype: np.dtype[Any], size: int, place: int, what: str) -> int:
+        """Put `array` at `place` of the blob; the place behind it."""
+        if array.dtype != dtype or array.nbytes != size:
+            raise VaultError(
+                f"{self.path}: {what}: {array.nbytes} bytes of {array.dtype}, must be {size} of {dtype}"
+            )
+        self._blob[place : place + size] = array.tobytes()
+        return place + size
+
+    def close(self) -> None:
+        """Finish the vault and put it in its place; nothing on a writer that is closed.
+
+        VaultError where experts are missing; then, and at any other error, what was written is removed.
+        """
+        if self._fd < 0:
+            return
+        try:
+            if len(self._crcs) != len(self._experts):
+                layer, expert = self._experts[len(self._crcs)]
+                raise VaultError(
+                    f"{self.path}: {len(self._crcs)} of {len(self._experts)} experts were written; expert"
+                    f" {expert} of layer {layer} is the first that is missing"
+                )
+            self._table["crc32c"] = self._crcs
+            self._write(memoryview(self._head()), 0)
+            self._publish()
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Remove what was written; the file that was in the vault's place stays."""
+        if self._fd < 0:
+            return
+        # The name may be another writer's by now, if it was the last step of closing that failed.
+        if self._partial.exists() and os.path.samestat(os.fstat(self._fd), self._partial.stat()):
+            self._partial.unlink()
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _check(self) -> None:
+        if not 1 <= len(self._experts) <= MAX_EXPERTS:
+            raise VaultError(f"{self.path}: {len(self._experts)} experts; a vault holds 1 to {MAX_EXPERTS}")
+        if len(set(self._experts)) != len(self._experts):
+            raise VaultError(f"{self.path}: an expert is in the list twice")
+        layers, ids = zip(*self._experts, strict=True)
+        if min(*layers, *ids) < 0 or (max(layers) + 1) * (max(ids) + 1) > MAX_GRID_CELLS:
+            raise VaultError(
+                f"{self.path}: layers {min(layers)} to {max(layers)} and experts {min(ids)} to {max(ids)}:"
+                f" not a grid of 1 to {MAX_GRID_CELLS} places"
+            )
+        for name, shape in self.shapes.items():
+            if min(shape) <= 0 or prod(shape) % GROUP_WEIGHTS:
+                raise VaultError(
+                    f"{self.path}: {name} of shape {shape} is not a whole number of groups of {GROUP_WEIGHTS}"
+                    " weights, which the format's quantisation needs"
+                )
+
+    def _lay_out(self, d_model: int, vocab_size: int, ffn_dim: int, arch: ArchBlock | None) -> None:
+        count = len(self._experts)
+        tables_end = HEADER_DTYPE.itemsize + count * (ENTRY_DTYPE.itemsize + 3 * DESCRIPTOR_DTYPE.itemsize)
+        arch_offset = _up_to(tables_end, ARCH_ALIGNMENT) if arch else 0
+        end = arch_offset + ARCH_DTYPE.itemsize if arch else tables_end
+        self._data_offset = _up_to(end, ALIGNMENT)
+        self._header = np.zeros((), HEADER_DTYPE)
+        fields = {
+            "magic": MAGIC,
+            "version": 2 if arch else 1,
+            "num_moe_layers": len({layer for layer, _ in self._experts}),
+            "max_experts_per_layer": 1 + max(expert for _, expert in self._experts),
+            "total_experts": count,
+            "table_offset": HEADER_DTYPE.itemsize,
+            "data_offset": self._data_offset,
+            "group_size": GROUP_WEIGHTS,
+            "bits": self.bits,
+            "d_model": d_model,
+            "vocab_size": vocab_size,
+            "ffn_dim": ffn_dim,
+            "arch_offset": arch_offset,
+        }
+        for name, value in fields.items():
+            self._header[name] = value
+        self._table = np.zeros(count, ENTRY_DTYPE)
+        self._table["layer_id"] = [layer for layer, _ in self._experts]
+        self._table["expert_id"] = [expert for _, expert in self._experts]
+        self._table["byte_offset"] = self._data_offset + np.arange(count, dtype=np.uint64) * self.padded_size
+        self._table["raw_size"] = self.raw_size
+        self._table["padded_size"] = self.padded_size
+        self._table["group_size"] = GROUP_WEIGHTS
+        self._table["num_groups"] = sum(scales // 2 for _, scales in self._sizes.values())
+        self._descriptors = np.tile(self._descriptors_of_one(), count)
+        try:
+            self._arch = _arch_record(arch)
+        except (OverflowError, ValueError) as error:
+            raise VaultError(f"{self.path}: the arch block cannot hold {arch}: {error}") from error
+        self._arch_offset = arch_offset
+
+    def _descriptors_of_one(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        out = np.zeros(3, DESCRIPTOR_DTYPE)
+        place = 0
+        for number, (name, shape) in enumerate(self.shapes.items()):
+            codes, scales = self._sizes[name]
+            out[number] = (number, 2, 0, *shape, place, codes, place + codes, scales)
+            place += codes + scales
+        return out
+
+    def _head(self) -> bytearray:
+        """All bytes before the blobs."""
+        head = bytearray(self._data_offset)
+        tables = self._header.tobytes() + self._table.tobytes() + self._descriptors.tobytes()
+        head[: len(tables)] = tables
+        head[self._arch_offset : self._arch_offset + len(self._arch)] = self._arch
+        return head
+
+    def _open_partial(self) -> int:
+        """The partial file, empty and locked by this process."""
+        while True:
+            fd = -1
+            try:
+                fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Between the two calls the last writer may have renamed or removed the file that was opened.
+                if os.path.samestat(os.fstat(fd), os.stat(self._partial)):
+                    os.ftruncate(fd, 0)
+                    return fd
+                os.close(fd)
+            except BlockingIOError as error:
+                os.close(fd)
+                raise VaultError(f"{self._partial}: another process is writing this vault") from error
+            except FileNotFoundError as error:
+                if fd < 0:
+                    raise VaultError(f"{self._partial}: open: the folder does not exist") from error
+                os.close(fd)
+            except OSError as error:
+                if fd >= 0:
+                    os.close(fd)
+                raise VaultError(f"{self._partial}: open: {error.strerror} (errno {error.errno})") from error
+
+    def _check_space(self) -> None:
+        space = os.fstatvfs(self._fd)
+        free = space.f_bavail * space.f_frsize
+        if free < self.file_size + SPARE_BYTES:
+            raise VaultError(
+                f"{self.path}: the vault needs {self.file_size} bytes, its file system has {free} free:"
+                f" {self.file_size + SPARE_BYTES - free} bytes too few, with {SPARE_BYTES} to spare"
+            )
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        try:
+            while data:
+                done = os.pwrite(self._fd, data, offset)
+                data, offset = data[done:], offset + done
+        except OSError as error:
+            raise VaultError(
+                f"{self._partial}: pwrite of {len(data)} bytes at {offset}: {error.strerror} (errno"
+                f" {error.errno})"
+            ) from error
+
+    def _publish(self) -> None:
+        """Sync, drop from the page cache what was written, rename, sync the folder."""
+        try:
+            os.fsync(self._fd)
+            if hasattr(os, "posix_fadvise"):
+                # The vault will be read past the page cache; there it would only push out what others need.
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.rename(self._partial, self.path)
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise VaultError(f"{self.path}: {error.strerror} (errno {error.errno}) while closing") from error
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _arch_record(arch: ArchBlock | None) -> bytes:
+    """The 128 bytes of the arch block, none without one."""
+    if arch is None:
+        return b""
+    record = np.zeros((), ARCH_DTYPE)
+    record["magic"], record["block_version"], record["block_size"] = ARCH_MAGIC, 1, ARCH_DTYPE.itemsize
+    for name, value in asdict(arch).items():
+        record[name] = value.encode() if isinstance(value, str) else value
+    if record["model_type"].item() != arch.model_type.encode():
+        raise ValueError(f"model_type {arch.model_type!r} is longer than 24 bytes")
+    return record.tobytes()

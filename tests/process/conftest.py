@@ -1,0 +1,59 @@
+"""Real systems for tests: `up` starts them, and what they leave behind is a failure.
+
+Every ring has a name of its own, so tests may run side by side; the run-time folder is the test's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from systems import VAULT, System, Up, assert_nothing_left, write_config
+
+
+@pytest.fixture
+def vault() -> Path:
+    """The original's small vault: 3 layers of 8 experts."""
+    if not VAULT.is_file():
+        pytest.skip(f"{VAULT.name}: the shared vaults are not here")
+    return VAULT
+
+
+@pytest.fixture
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run-time folder with a short path, wherever pytest keeps its own."""
+    path = Path(tempfile.mkdtemp(prefix="smoe-", dir="/tmp"))
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", str(path))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def ring_name(runtime_dir: Path) -> Iterator[str]:
+    """A ring name that no other test uses; at the end nothing of that name may be left."""
+    name = f"t{os.getpid()}-{os.urandom(4).hex()}"
+    yield name
+    assert_nothing_left(name)
+
+
+@pytest.fixture
+def up(ring_name: str, vault: Path, tmp_path: Path) -> Iterator[Up]:
+    """Starts systems (`Up`), by default with the name `ring_name`; they are stopped at the end."""
+    started: list[System] = []
+
+    def start(*, slots: int = 16, workers: int = 2, name: str = "", flags: tuple[str, ...] = ()) -> System:
+        stem = f"system{len(started)}"
+        config = write_config(tmp_path / f"{stem}.toml", name or ring_name, vault, slots, workers)
+        system = System(name or ring_name, config, flags, tmp_path / f"{stem}.stderr")
+        started.append(system)
+        return system
+
+    yield start
+    for system in started:
+        system.end()
+    for system in started:
+        assert_nothing_left(system.name)

@@ -1,0 +1,445 @@
+"""The control plane without a supervisor: the wire, its errors, the client, the run-time folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from smoe_mp import runtime
+from smoe_mp.control import protocol, server
+from smoe_mp.control.client import ControlClient
+from smoe_mp.control.commands import COMMANDS, Ping, PingResult, Status, Stop
+from smoe_mp.control.server import ControlServer
+from smoe_mp.errors import ConfigError, ControlError, NoAnswer, Refused, RingReplaced
+
+LIMIT_MS = 20_000  # a bound for what always happens, so that a fault ends the test
+NAME = "fake"
+
+
+class FakeSystem:
+    """A system of plain data that counts what is done to it."""
+
+    def __init__(self) -> None:
+        self.stops = 0
+        self.fault: Exception | None = None
+
+    def identity(self) -> dict[str, Any]:
+        if self.fault:
+            raise self.fault
+        return {"name": NAME, "pid": 7, "version": "0", "state": "live"}
+
+    def status(self) -> dict[str, Any]:
+        return {
+            **self.identity(),
+            "uptime_s": 1.5,
+            "vault": {"path": "/m.smoe", "format": "smoe", "experts": 24, "bytes": 800},
+            "files": [{"path": "/m.smoe", "mode": "direct", "size": 800}],
+            "ring": {
+                "slots": 8,
+                "slot_bytes": 16384,
+                "data_bytes": 131072,
+                "pages": "4 KiB pages",
+                "census": {"EMPTY": 8},
+            },
+            "workers": [{"id": 0, "pid": 8, "alive": True, "slot": None}],
+            "clients": [{"id": 0, "pid": 9, "alive": True, "label": "x", "reserved": 0, "more": 1}],
+            "counters": {"hits": 3},
+            "hit_rate": 0.75,
+            "config": [{"key": "ring.slots", "value": 8, "origin": "file"}],
+            "warnings": [],
+        }
+
+    def request_stop(self) -> dict[str, Any]:
+        self.stops += 1
+        return {"name": NAME, "pid": 7, "uptime_s": 1.5, "counters": {"hits": 3}, "hit_rate": None}
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run-time folder with a short path, wherever pytest keeps its own."""
+    path = Path(tempfile.mkdtemp(prefix="smoe-", dir="/tmp"))
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", str(path))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def system() -> FakeSystem:
+    return FakeSystem()
+
+
+@pytest.fixture
+def served(folder: Path, system: FakeSystem) -> Iterator[ControlServer]:
+    """A server that the test itself turns (`ask`)."""
+    made = ControlServer(runtime.socket_path(NAME), system)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def serving(served: ControlServer) -> Iterator[ControlServer]:
+    """A server that runs by itself, in a thread."""
+    with Pump(served):
+        yield served
+
+
+class Pump:
+    """Turns a server in a thread until the block ends."""
+
+    def __init__(self, turned: ControlServer) -> None:
+        self._server, self._end = turned, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            if self._server.pollable.poll(20):
+                self._server.handle()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def connect(served: ControlServer) -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
+    """Makes plain sockets of a type, connected to the server."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def make(kind: int) -> zmq.Socket[bytes]:
+        made = context.socket(kind)
+        made.connect(f"ipc://{served.path}")
+        return made
+
+    yield make
+    context.destroy(linger=0)
+
+
+def ask(served: ControlServer, asker: zmq.Socket[bytes], *frames: bytes) -> list[bytes]:
+    asker.send_multipart(frames)
+    assert served.pollable.poll(LIMIT_MS)
+    served.handle()
+    assert asker.poll(LIMIT_MS)
+    return asker.recv_multipart()
+
+
+def request(command: str = "ping", **more: Any) -> bytes:
+    return json.dumps({"v": 1, "id": "a1", "command": command, **more}).encode()
+
+
+Connect = Callable[[int], "zmq.Socket[bytes]"]
+
+
+def test_req_and_dealer_are_answered_in_kind(served: ControlServer, connect: Connect) -> None:
+    expected = {"v": 1, "id": "a1", "ok": True, "result": FakeSystem().identity()}
+    assert [json.loads(frame) for frame in ask(served, connect(zmq.REQ), request())] == [expected]
+    dealer = connect(zmq.DEALER)
+    assert [json.loads(frame) for frame in ask(served, dealer, request())] == [expected]
+    empty, reply = ask(served, dealer, b"", request())
+    assert (empty, json.loads(reply)) == (b"", expected)
+    assert served.counters["answered"] == served.counters["requests"] == 3
+
+
+@pytest.mark.parametrize("id_", ["", "x" * 128, 0, -5, 1 << 62, None])
+def test_ids_come_back(served: ControlServer, connect: Connect, id_: object) -> None:
+    (reply,) = ask(served, connect(zmq.DEALER), request(id=id_))
+    assert json.loads(reply)["id"] == id_
+
+
+BAD = {
+    "empty": (b"", "Malformed", None),
+    "no JSON": (b"ping", "Malformed", None),
+    "a pickle": (pickle.dumps({"v": 1}), "Malformed", None),
+    "a list": (b"[1]", "Malformed", None),
+    "nesting": (b"[" * 500_000, "Malformed", None),
+    "not UTF-8": (b'{"id":"\xff"}', "Malformed", None),
+    "no version": (b'{"id":"a1","command":"ping"}', "WrongVersion", "a1"),
+    "version 2": (request(v=2), "WrongVersion", "a1"),
+    "version true": (request(v=True), "WrongVersion", "a1"),
+    "version 1.0": (request(v=1.0), "WrongVersion", "a1"),
+    "no command": (b'{"v":1,"id":"a1"}', "Malformed", "a1"),
+    "a number as command": (b'{"v":1,"id":"a1","command":3}', "Malformed", "a1"),
+    "unknown command": (request("format-disk"), "UnknownCommand", "a1"),
+    "unknown field": (request("stop", now=True), "Malformed", "a1"),
+    "text as deadline": (request("stop", deadline_ms="1"), "Malformed", "a1"),
+    "no time": (request("stop", deadline_ms=0), "Malformed", "a1"),
+    "a list as id": (request("stop", id=["a1"]), "Malformed", None),
+    "a long id": (request("stop", id="x" * 129), "Malformed", None),
+    "a huge id": (b'{"v":1,"command":"stop","id":' + b"9" * 5000 + b"}", "Malformed", None),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_request_changes_nothing(
+    served: ControlServer, connect: Connect, system: FakeSystem, case: str
+) -> None:
+    body, type_, id_ = BAD[case]
+    for kind in (zmq.DEALER, zmq.REQ):
+        (frame,) = ask(served, connect(kind), body)
+        reply = json.loads(frame)
+        assert (reply["ok"], reply["error"]["type"], reply["id"]) == (False, type_, id_)
+    names = {"WrongVersion": "wrong_version", "UnknownCommand": "unknown_command"}
+    assert served.counters[names.get(type_, "malformed")] == 2
+    assert system.stops == 0
+
+
+def test_odd_framing_is_answered(served: ControlServer, connect: Connect, system: FakeSystem) -> None:
+    dealer = connect(zmq.DEALER)
+    for frames in ([b"x", request("stop")], [b"", b"", request("stop")], [b"", request("stop"), b""]):
+        reply = json.loads(ask(served, dealer, *frames)[-1])
+        assert reply["error"]["type"] == "Malformed"
+    half = b" " * (protocol.MESSAGE_BYTES_MAX // 2 + 1)
+    assert json.loads(ask(served, dealer, half, half)[-1])["error"]["type"] == "TooLarge"
+    assert served.counters["too_large"] == 1
+    assert system.stops == 0
+
+
+def test_an_oversized_frame_ends_only_its_own_connection(served: ControlServer, connect: Connect) -> None:
+    connect(zmq.DEALER).send(b" " * (protocol.MESSAGE_BYTES_MAX + 1))
+    (reply,) = ask(served, connect(zmq.DEALER), request())
+    assert json.loads(reply)["ok"]
+    assert served.counters["requests"] == 1
+
+
+def test_faults_of_a_command_are_typed(served: ControlServer, connect: Connect, system: FakeSystem) -> None:
+    dealer = connect(zmq.DEALER)
+    system.fault = RingReplaced("gone")
+    assert json.loads(ask(served, dealer, request())[0])["error"] == {
+        "type": "RingReplaced",
+        "message": "gone",
+    }
+    system.fault = ZeroDivisionError("ours")
+    assert json.loads(ask(served, dealer, request())[0])["error"]["type"] == "Internal"
+    system.fault = None
+    assert json.loads(ask(served, dealer, request())[0])["ok"]
+    assert served.counters["failed"] == 2
+
+
+def test_a_late_reply_is_not_sent(
+    served: ControlServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dealer = connect(zmq.DEALER)
+    clock = iter((0.0, 5.001))
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        dealer.send(request(id="late"))
+        assert served.pollable.poll(LIMIT_MS)
+        served.handle()
+    assert served.counters["late"] == 1
+    assert json.loads(ask(served, dealer, request(id="next"))[0])["id"] == "next"
+
+
+def test_a_vanished_asker_is_counted(served: ControlServer, connect: Connect) -> None:
+    dealer = connect(zmq.DEALER)
+    dealer.send(request())
+    assert served.pollable.poll(LIMIT_MS)
+    monitor = served.pollable.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.close(linger=0)
+    assert monitor.poll(LIMIT_MS)
+    served.pollable.disable_monitor()
+    served.handle()
+    assert served.counters["undeliverable"] + served.counters["answered"] == 1
+
+
+def test_every_command_has_its_documentation() -> None:
+    for name, command in COMMANDS.items():
+        assert command.__struct_config__.tag == name
+        assert command.__doc__
+        assert command.result
+        assert bool(command.cli) == bool(command.example)
+
+
+# --- the socket ------------------------------------------------------------------------------------------
+
+
+def test_the_socket_is_closed_to_others_and_removed(served: ControlServer) -> None:
+    found = served.path.stat()
+    assert stat.S_ISSOCK(found.st_mode)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    served.close()
+    served.close()
+    assert not served.path.exists()
+
+
+def test_a_served_socket_is_not_taken_over(
+    served: ControlServer, connect: Connect, system: FakeSystem
+) -> None:
+    with pytest.raises(ControlError, match="another process serves it"):
+        ControlServer(served.path, system)
+    assert json.loads(ask(served, connect(zmq.DEALER), request())[0])["ok"]
+
+
+def test_a_socket_left_by_a_dead_supervisor_is_taken_over(folder: Path, system: FakeSystem) -> None:
+    path = runtime.socket_path(NAME)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    assert path.exists()
+    assert not runtime.is_served(path)
+    made = ControlServer(path, system)
+    assert runtime.is_served(path)
+    made.close()
+
+
+# --- the client ------------------------------------------------------------------------------------------
+
+
+def test_calls_give_typed_results(serving: ControlServer, system: FakeSystem) -> None:
+    with ControlClient(NAME, timeout_ms=LIMIT_MS) as control:
+        assert control.call(Ping()) == PingResult(name=NAME, pid=7, version="0", state="live")
+        status = control.call(Status())
+        assert (status.ring.slots, status.workers[0].slot, status.control["requests"]) == (8, None, 2)
+        assert control.call(Stop()).hit_rate is None
+        assert system.stops == 1
+
+
+def test_an_error_becomes_refused(serving: ControlServer, system: FakeSystem) -> None:
+    system.fault = RingReplaced("gone")
+    with (
+        ControlClient(NAME, timeout_ms=LIMIT_MS) as control,
+        pytest.raises(Refused, match="RingReplaced: gone"),
+    ):
+        control.call(Ping())
+
+
+def test_nobody_there(folder: Path) -> None:
+    with ControlClient(NAME, timeout_ms=50) as control, pytest.raises(NoAnswer, match="smoe-mp up"):
+        control.call(Ping())
+
+
+def test_a_busy_supervisor_then_a_new_one(folder: Path, system: FakeSystem) -> None:
+    path = runtime.socket_path(NAME)
+    with ControlClient(NAME, timeout_ms=200) as control:
+        first = ControlServer(path, system)
+        with pytest.raises(NoAnswer, match="try again"):
+            control.call(Stop())  # nobody turns the server
+        first.close()
+        with pytest.raises(NoAnswer, match="smoe-mp up"):
+            control.call(Stop())
+        second = ControlServer(path, system)
+        control.timeout_ms = LIMIT_MS
+        with Pump(second):
+            assert control.call(Ping()).name == NAME
+        second.close()
+    assert system.stops == 0, "a command that nobody answered must not reach a later supervisor"
+
+
+def test_late_replies_are_dropped(folder: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(f"ipc://{runtime.socket_path(NAME)}")
+
+    def answer_late() -> None:
+        asker, body = router.recv_multipart()
+        id_ = json.loads(body)["id"]
+        stranger = {"name": "late", "pid": 1, "version": "0", "state": "live"}
+        for late_id, result in (("earlier", stranger), (id_, {**stranger, "name": NAME})):
+            reply = {"v": 1, "id": late_id, "ok": True, "result": result}
+            router.send_multipart([asker, json.dumps(reply).encode()])
+
+    thread = threading.Thread(target=answer_late)
+    thread.start()
+    with ControlClient(NAME, timeout_ms=LIMIT_MS) as control:
+        assert control.call(Ping()).name == NAME
+    thread.join()
+    context.destroy(linger=0)
+
+
+def test_a_forked_child_asks_on_its_own(serving: ControlServer) -> None:
+    with ControlClient(NAME, timeout_ms=LIMIT_MS) as control:
+        assert control.call(Ping()).name == NAME
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(0 if control.call(Ping()).name == NAME else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert control.call(Ping()).name == NAME
+
+
+def test_a_closed_client_opens_again(serving: ControlServer) -> None:
+    control = ControlClient(NAME, timeout_ms=LIMIT_MS)
+    for _ in range(2):
+        assert control.call(Ping()).pid == 7
+        control.close()
+
+
+# --- the run-time folder ---------------------------------------------------------------------------------
+
+
+def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", "/a/b")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    assert runtime.runtime_folder() == Path("/a/b")
+    monkeypatch.delenv("SMOE_RUNTIME_DIR")
+    assert runtime.runtime_folder() == Path("/run/user/1/smoe-mp")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert runtime.runtime_folder() == Path(f"/tmp/smoe-mp-{os.getuid()}")
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o077])
+def test_the_folder_is_made_private(folder: Path, monkeypatch: pytest.MonkeyPatch, mask: int) -> None:
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", str(folder / "x" / "y"))
+    old = os.umask(mask)
+    try:
+        made = runtime.make_runtime_folder()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert runtime.make_runtime_folder() == made
+
+
+def test_an_open_folder_is_refused(folder: Path) -> None:
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match=r"mode 0750, open to others"):
+        runtime.make_runtime_folder()
+    with pytest.raises(ConfigError, match=r"mode 0750"):
+        ControlClient(NAME)
+
+
+def test_a_link_or_a_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "real").mkdir(mode=0o700)
+    (folder / "link").symlink_to("real")
+    (folder / "file").touch()
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", str(folder / "link"))
+    with pytest.raises(ConfigError, match="is no folder"):
+        runtime.make_runtime_folder()
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", str(folder / "file"))
+    with pytest.raises(ConfigError, match="cannot make"):
+        runtime.make_runtime_folder()
+
+
+def test_another_owner_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(ConfigError, match=f"belongs to uid {uid}, not to uid {uid + 1}"):
+        runtime.make_runtime_folder()
+
+
+def test_a_deep_folder_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = "/" + "d" * (runtime.SOCKET_PATH_MAX - len("//0123456789abcdef.ctl"))
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", fits)
+    assert len(str(runtime.socket_path(NAME))) == runtime.SOCKET_PATH_MAX
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", fits + "d")
+    with pytest.raises(ConfigError, match="set SMOE_RUNTIME_DIR to a shorter folder"):
+        runtime.socket_path(NAME)
+
+
+def test_sizes_for_people() -> None:
+    shown = [runtime.human_bytes(n) for n in (0, 1023, 1024, 1536, 48 << 20, 5 << 40)]
+    assert shown == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "48 MiB", "5.0 TiB"]
