@@ -83,13 +83,20 @@ const char *smoe_file_path(const smoe_ring *r, uint32_t file) {
 }
 
 int smoe_file_mode(const smoe_ring *r, uint32_t file) {
-    return file < r->n_files ? (int)atomic_load_explicit(&r->file_modes[file], memory_order_relaxed) : -EINVAL;
-}
-
-int smoe_set_file_mode(smoe_ring *r, uint32_t file, int mode) {
     if (file >= r->n_files)
         return -EINVAL;
-    atomic_store_explicit(&r->file_modes[file], (uint32_t)mode, memory_order_relaxed);
+    int mode = (int)(atomic_load_explicit(&r->file_modes[file], memory_order_relaxed) & 255u);
+    return mode <= SMOE_MODE_MEMORY ? mode : SMOE_MODE_UNKNOWN;
+}
+
+int smoe_file_refusal(const smoe_ring *r, uint32_t file) {
+    return file < r->n_files ? (int)(atomic_load_explicit(&r->file_modes[file], memory_order_relaxed) >> 8) : -EINVAL;
+}
+
+int smoe_set_file_mode(smoe_ring *r, uint32_t file, int mode, int os_error) {
+    if (file >= r->n_files || mode < 0 || mode > SMOE_MODE_MEMORY)
+        return -EINVAL;
+    atomic_store_explicit(&r->file_modes[file], (uint32_t)mode | (uint32_t)os_error << 8, memory_order_relaxed);
     return 0;
 }
 

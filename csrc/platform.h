@@ -42,6 +42,8 @@ int plat_open_file(const char *path, int direct); /* close-on-exec descriptor */
 void plat_file_info(int fd, struct plat_file_info *info);
 /* Forget the cached pages of a range just read through the cache. */
 void plat_drop_cache(int fd, uint64_t offset, uint64_t bytes);
+/* Are these first bytes of the file in the page cache?  False where that cannot be told. */
+_Bool plat_is_cached(int fd, void *block, uint64_t bytes);
 /* Is this errno a refusal of direct reads, rather than a fault of the file? */
 int plat_refuses_direct(int os_error);
 int64_t plat_mtime_ns(const void *stat_buffer); /* struct stat */

@@ -24,6 +24,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
@@ -147,6 +148,11 @@ void plat_file_info(int fd, struct plat_file_info *info) {
 
 void plat_drop_cache(int fd, uint64_t offset, uint64_t bytes) {
     (void)posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
+}
+
+_Bool plat_is_cached(int fd, void *block, uint64_t bytes) {
+    struct iovec v = {.iov_base = block, .iov_len = bytes};
+    return preadv2(fd, &v, 1, 0, RWF_NOWAIT) > 0;
 }
 
 int plat_refuses_direct(int os_error) {

@@ -156,13 +156,28 @@ static int space_nap(smoe_ring *r, uint32_t seen, unsigned tries, uint64_t deadl
     return plat_wait(&r->hot->space, seen, nap);
 }
 
+/* A time limit whose end is worked out when somebody first has to wait: a hit asks no clock. */
+struct limit {
+    int64_t ms;  /* below zero: the ring's read deadline */
+    uint64_t at; /* 0: not worked out yet */
+};
+
+static uint64_t deadline_of(const smoe_ring *r, struct limit *l) {
+    if (l->at == 0) {
+        uint64_t ms = l->ms < 0 ? r->header->read_deadline_ms : (uint64_t)l->ms;
+        l->at = plat_now_ns() + (ms > 1000000000000ull ? 1000000000000ull : ms) * 1000000u;
+    }
+    return l->at;
+}
+
 /* Reserve n slots at once or not at all. */
-static int reserve(smoe_ring *r, uint32_t n, uint64_t deadline, smoe_error *e) {
+static int reserve(smoe_ring *r, uint32_t n, struct limit *limit, smoe_error *e) {
     if (n > r->n_slots)
         return fail(e, SMOE_ETOOLARGE, "reserve", 0, n, r->n_slots);
     if (reserve_try(r, n))
         return 0;
     count(r, SMOE_C_BUSY_WAITS, 1);
+    uint64_t deadline = deadline_of(r, limit);
     for (unsigned tries = 0;; tries++) {
         uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
         atomic_store_explicit(&r->hot->space_wanted, 1, memory_order_seq_cst);
@@ -217,7 +232,7 @@ static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
 
 /* Take a slot for a demand; the caller has a reservation.  Returns the slot or an error.  There can be
  * none for a moment: while a guess, or a read whose waiters left, is being read into the last one. */
-static int take_slot(smoe_ring *r, uint32_t expert, uint64_t deadline, smoe_error *e) {
+static int take_slot(smoe_ring *r, uint32_t expert, struct limit *limit, smoe_error *e) {
     for (unsigned tries = 0;;) {
         uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
         uint64_t word = 0;
@@ -246,9 +261,9 @@ static int take_slot(smoe_ring *r, uint32_t expert, uint64_t deadline, smoe_erro
         int rc = demand_check(r, e);
         if (rc)
             return rc;
-        if (plat_now_ns() >= deadline)
+        if (plat_now_ns() >= deadline_of(r, limit))
             return timed_out(r, e, r->n_slots, expert, 0);
-        if (space_nap(r, seen, tries, deadline) == -EINTR)
+        if (space_nap(r, seen, tries, deadline_of(r, limit)) == -EINTR)
             return fail(e, -EINTR, "take a slot", EINTR, 0, 0);
     }
 }
@@ -307,13 +322,13 @@ static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, smoe_hold *hold
     return true;
 }
 
-static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, uint64_t deadline, uint32_t *pushed,
+static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct limit *limit, uint32_t *pushed,
                        smoe_error *e) {
     for (;;) {
         uint32_t home = atomic_load_explicit(&r->homes[expert], memory_order_relaxed);
         if (home - 1 < r->n_slots && join_home(r, expert, home - 1, hold, pushed))
             return 0;
-        int taken_slot = take_slot(r, expert, deadline, e);
+        int taken_slot = take_slot(r, expert, limit, e);
         if (taken_slot < 0)
             return taken_slot;
         uint32_t s = (uint32_t)taken_slot;
@@ -340,11 +355,6 @@ static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, uint64_t 
     }
 }
 
-static uint64_t deadline_of(const smoe_ring *r, int64_t timeout_ms) {
-    uint64_t ms = timeout_ms < 0 ? r->header->read_deadline_ms : (uint64_t)timeout_ms;
-    return plat_now_ns() + (ms > 1000000000000ull ? 1000000000000ull : ms) * 1000000u;
-}
-
 /* Indices of the batch's experts; none named twice. */
 static int resolve(const smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
                    smoe_error *e) {
@@ -365,7 +375,7 @@ static int resolve(const smoe_ring *r, int64_t layer, const int64_t *experts, ui
 }
 
 static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, bool wait,
-                   uint64_t deadline, smoe_error *e) {
+                   int64_t timeout_ms, smoe_error *e) {
     int rc = demand_check(r, e);
     if (rc)
         return rc;
@@ -378,8 +388,9 @@ static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
     rc = resolve(r, layer, experts, n, holds, e);
     if (rc || n == 0)
         return rc;
+    struct limit limit = {.ms = timeout_ms, .at = 0};
     if (wait)
-        rc = reserve(r, n, deadline, e);
+        rc = reserve(r, n, &limit, e);
     else
         rc = reserve_try(r, n) ? 0 : busy(r, e, n);
     if (rc)
@@ -387,7 +398,7 @@ static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
     uint32_t pushed = 0;
     int hits = 0;
     for (uint32_t i = 0; i < n; i++) {
-        rc = acquire_one(r, holds[i].expert_index, &holds[i], deadline, &pushed, e);
+        rc = acquire_one(r, holds[i].expert_index, &holds[i], &limit, &pushed, e);
         if (rc) {
             unreserve(r, n - i);
             smoe_release(r, holds, i);
@@ -402,12 +413,12 @@ static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
 
 int smoe_acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int64_t timeout_ms,
                  smoe_error *e) {
-    return acquire(r, layer, experts, n, holds, true, deadline_of(r, timeout_ms), e);
+    return acquire(r, layer, experts, n, holds, true, timeout_ms, e);
 }
 
 int smoe_acquire_nowait(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
                         smoe_error *e) {
-    return acquire(r, layer, experts, n, holds, false, deadline_of(r, -1), e);
+    return acquire(r, layer, experts, n, holds, false, -1, e);
 }
 
 int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *hold, smoe_error *e) {
@@ -680,7 +691,7 @@ int smoe_wait_any(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms
 
 int smoe_fetch(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int64_t timeout_ms,
                smoe_error *e) {
-    int hits = acquire(r, layer, experts, n, holds, true, deadline_of(r, timeout_ms), e);
+    int hits = acquire(r, layer, experts, n, holds, true, timeout_ms, e);
     if (hits < 0 || hits == (int)n)
         return hits;
     int rc = wait_all(r, holds, n, wait_deadline(timeout_ms, plat_now_ns()), e);

@@ -81,7 +81,8 @@ enum smoe_state {
     SMOE_STATES = 6,
 };
 
-/* How a source file is read: what was achieved, not what was asked. */
+/* How a source file is read: what was achieved, not what was asked.  In the file modes' low byte; above it
+ * the errno of the direct read that was refused. */
 enum smoe_file_mode {
     SMOE_MODE_UNKNOWN = 0,
     SMOE_MODE_DIRECT = 1,   /* direct into the slot */

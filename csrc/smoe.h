@@ -169,7 +169,9 @@ int smoe_expert_layout(const smoe_ring *ring, uint32_t expert_index);
 int smoe_expert_parts(const smoe_ring *ring, uint32_t expert_index, smoe_part *parts, uint32_t room);
 int smoe_expert_tensors(const smoe_ring *ring, uint32_t expert_index, smoe_tensor *tensors, uint32_t room);
 const char *smoe_file_path(const smoe_ring *ring, uint32_t file);
-int smoe_file_mode(const smoe_ring *ring, uint32_t file);
+int smoe_file_mode(const smoe_ring *ring, uint32_t file);    /* as achieved: 0 unknown, 1 direct, 2 buffered,
+                                                                3 bounce buffer, 4 memory */
+int smoe_file_refusal(const smoe_ring *ring, uint32_t file); /* errno of the direct read that was refused */
 
 /* --- looking on ---------------------------------------------------------------------------------- */
 
@@ -228,7 +230,7 @@ int smoe_peek(const char *name, int *alive, smoe_error *error);
 /* Store GONE in the ring NAME and wake everyone, if it is one of ours in this ABI (before it is unlinked). */
 int smoe_bury(const char *name);
 int smoe_set_state(smoe_ring *ring, int state); /* and wake everyone */
-int smoe_set_file_mode(smoe_ring *ring, uint32_t file, int mode);
+int smoe_set_file_mode(smoe_ring *ring, uint32_t file, int mode, int os_error);
 /* Clear the traces of dead clients; returns how many. */
 int smoe_recover_clients(smoe_ring *ring);
 

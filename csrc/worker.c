@@ -87,11 +87,6 @@ static bool same_file(const smoe_ring *r, uint32_t i, int fd) {
            (uint64_t)st.st_size == rec->size && plat_mtime_ns(&st) == rec->mtime_ns;
 }
 
-static int mode_of(const struct worker *w, uint32_t i) {
-    int mode = smoe_file_mode(w->r, i);
-    return mode < SMOE_MODE_DIRECT || mode > SMOE_MODE_MEMORY ? SMOE_MODE_UNKNOWN : mode;
-}
-
 /* The mode that the file system suggests; the first read proves it. */
 static int suggested_mode(int fd) {
     struct plat_file_info info;
@@ -101,44 +96,54 @@ static int suggested_mode(int fd) {
                                          : SMOE_MODE_BOUNCE;
 }
 
+/* Direct reads of the file are refused: from now on everybody reads it through the cache. */
+static bool switch_to_buffered(struct worker *w, uint32_t i, int os_error) {
+    if (!plat_refuses_direct(os_error) || w->r->header->direct_required)
+        return false;
+    smoe_set_file_mode(w->r, i, SMOE_MODE_BUFFERED, os_error);
+    count(w->r, SMOE_C_FALLBACKS, 1);
+    return true;
+}
+
+/* A descriptor for file i in the given mode, or -errno.  Out of descriptors, others are closed for it. */
+static int open_in_mode(struct worker *w, uint32_t i, int mode) {
+    for (;;) {
+        if (w->open_count >= w->open_limit)
+            close_least_used(w);
+        int fd = plat_open_file(smoe_file_path(w->r, i), mode == SMOE_MODE_DIRECT);
+        if ((fd != -EMFILE && fd != -ENFILE) || w->open_count == 0)
+            return fd;
+        w->open_limit = w->open_count;
+    }
+}
+
 /* Open file i in the ring's mode for it.  0, errno or SMOE_READ_CHANGED. */
 static int open_file(struct worker *w, uint32_t i) {
     struct open_file *f = &w->files[i];
-    if (w->open_count >= w->open_limit)
-        close_least_used(w);
-    const char *path = smoe_file_path(w->r, i);
-    f->mode = mode_of(w, i);
-    int fd = plat_open_file(path, f->mode == SMOE_MODE_DIRECT);
-    if (fd < 0 && f->mode == SMOE_MODE_DIRECT && plat_refuses_direct(-fd) && !w->r->header->direct_required) {
-        f->mode = SMOE_MODE_BUFFERED;
-        smoe_set_file_mode(w->r, i, f->mode);
-        count(w->r, SMOE_C_FALLBACKS, 1);
-        fd = plat_open_file(path, 0);
-    }
+    int mode = smoe_file_mode(w->r, i), fd = open_in_mode(w, i, mode);
+    if (fd < 0 && mode == SMOE_MODE_DIRECT && switch_to_buffered(w, i, -fd))
+        fd = open_in_mode(w, i, mode = SMOE_MODE_BUFFERED);
     if (fd < 0)
         return -fd;
     if (!same_file(w->r, i, fd)) {
         close(fd);
         return SMOE_READ_CHANGED;
     }
-    f->fd = fd;
-    w->open_count++;
-    if (f->mode == SMOE_MODE_UNKNOWN) {
-        f->mode = suggested_mode(fd);
-        if (smoe_file_mode(w->r, i) == SMOE_MODE_UNKNOWN)
-            smoe_set_file_mode(w->r, i, f->mode);
-        if (f->mode == SMOE_MODE_DIRECT) {
-            close_file(w, f);
-            return open_file(w, i);
-        }
+    if (mode == SMOE_MODE_UNKNOWN) { /* nobody has probed it */
+        smoe_set_file_mode(w->r, i, suggested_mode(fd), 0);
+        close(fd);
+        return open_file(w, i);
     }
+    f->fd = fd;
+    f->mode = mode;
+    w->open_count++;
     return 0;
 }
 
 /* Another worker, or this one, may have switched the file since. */
 static int get_file(struct worker *w, uint32_t i) {
     struct open_file *f = &w->files[i];
-    if (f->fd >= 0 && f->mode != mode_of(w, i) && mode_of(w, i) != SMOE_MODE_UNKNOWN)
+    if (f->fd >= 0 && f->mode != smoe_file_mode(w->r, i))
         close_file(w, f);
     int rc = f->fd >= 0 ? 0 : open_file(w, i);
     f->used = ++w->turn;
@@ -215,29 +220,43 @@ static int read_bounced(struct worker *w, const struct smoe_window_rec *v, unsig
     return 0;
 }
 
+static int read_by_mode(struct worker *w, const struct smoe_window_rec *v, unsigned char *to, uint64_t *got,
+                        uint64_t *asked) {
+    const struct open_file *f = &w->files[v->file];
+    if (f->mode == SMOE_MODE_DIRECT)
+        return read_direct(w, v, to, got, asked);
+    *asked += v->need;
+    int rc =
+        f->mode == SMOE_MODE_BOUNCE ? read_bounced(w, v, to, got) : read_plain(f->fd, to, v->file_offset, v->need, got);
+    if (f->mode != SMOE_MODE_MEMORY)
+        plat_drop_cache(f->fd, v->file_offset, v->length);
+    return rc;
+}
+
+/* Is there another way after this error?  Once for each: refused direct reads, a stale network handle. */
+static bool try_otherwise(struct worker *w, uint32_t file, int error) {
+    struct open_file *f = &w->files[file];
+    if (f->fd < 0)
+        return false;
+    if (f->mode == SMOE_MODE_DIRECT && switch_to_buffered(w, file, error))
+        return true;
+    if (error != ESTALE)
+        return false;
+    close_file(w, f); /* opened again, it must be the same file still */
+    return true;
+}
+
 static int read_window(struct worker *w, const struct smoe_window_rec *v, unsigned char *to, struct outcome *o) {
-    uint64_t got = 0;
-    int rc = get_file(w, v->file);
-    struct open_file *f = &w->files[v->file];
-    if (rc == 0 && f->mode == SMOE_MODE_DIRECT) {
-        rc = read_direct(w, v, to, &got, &o->asked);
-        if (plat_refuses_direct(rc) && !w->r->header->direct_required) {
-            smoe_set_file_mode(w->r, v->file, SMOE_MODE_BUFFERED);
-            count(w->r, SMOE_C_FALLBACKS, 1);
-            got = 0;
-            rc = get_file(w, v->file);
-        } else {
-            return rc ? failed(o, rc, v->file, v->file_offset, v->need, got) : 0;
-        }
+    for (int tries = 0;; tries++) {
+        uint64_t got = 0;
+        int rc = get_file(w, v->file);
+        if (rc == 0)
+            rc = read_by_mode(w, v, to, &got, &o->asked);
+        if (rc == 0)
+            return 0;
+        if (tries >= 2 || !try_otherwise(w, v->file, rc))
+            return failed(o, rc, v->file, v->file_offset, v->need, got);
     }
-    if (rc == 0) {
-        rc = f->mode == SMOE_MODE_BOUNCE ? read_bounced(w, v, to, &got)
-                                         : read_plain(f->fd, to, v->file_offset, v->need, &got);
-        o->asked += v->need;
-        if (f->mode != SMOE_MODE_MEMORY)
-            plat_drop_cache(f->fd, v->file_offset, v->length);
-    }
-    return rc ? failed(o, rc, v->file, v->file_offset, v->need, got) : 0;
 }
 
 /* --- one expert -------------------------------------------------------------------------------------- */
@@ -273,7 +292,7 @@ static int read_plan(struct worker *w, uint32_t expert, unsigned char *slot, str
     /* The bytes are of the file that the ring was made for, or they are not published. */
     for (uint32_t i = 0; i < x.n_windows; i++) {
         uint32_t file = r->windows[x.first_window + i].file;
-        if (file >= r->n_files || w->files[file].fd < 0 || !same_file(r, file, w->files[file].fd))
+        if (file >= r->n_files || get_file(w, file) != 0 || !same_file(r, file, w->files[file].fd))
             return failed(o, SMOE_READ_CHANGED, file < r->n_files ? file : 0, 0, 0, 0);
     }
     return 0;
@@ -421,35 +440,41 @@ int worker_run(smoe_ring *r, const struct worker_options *options, smoe_error *e
 
 /* --- the probe ---------------------------------------------------------------------------------------- */
 
-/* One real aligned direct read of the file's first block. */
-static int probe_read(int fd, const struct plat_file_info *info) {
+/* One real aligned direct read of the file's first block.  *cached: whether it left the block in the page
+ * cache all the same, as a compressing or checksumming file system may. */
+static int probe_read(int fd, int plain, const struct plat_file_info *info, bool *cached) {
     size_t align = info->mem_align > info->offset_align ? info->mem_align : info->offset_align;
     void *block;
     if (align < 4096)
         align = 4096;
     if (posix_memalign(&block, align, align) != 0)
         return ENOMEM;
+    plat_drop_cache(plain, 0, align);
+    bool before = plat_is_cached(plain, block, align);
     ssize_t n;
     do
         n = pread(fd, block, align, 0);
     while (n < 0 && errno == EINTR);
     int rc = n < 0 ? errno : 0;
+    *cached = rc == 0 && !before && plat_is_cached(plain, block, align);
+    plat_drop_cache(plain, 0, align);
     free(block);
     return rc;
 }
 
 int smoe_probe(const char *path, smoe_probe_result *result, smoe_error *error) {
     struct plat_file_info info;
+    bool cached = false;
     memset(result, 0, sizeof *result);
     int plain = plat_open_file(path, 0);
     if (plain < 0)
         return fail(error, plain, "open", -plain, 0, 0);
     plat_file_info(plain, &info);
-    close(plain);
     memcpy(result->fs, info.fs, sizeof result->fs);
     result->mem_align = info.mem_align;
     result->offset_align = info.offset_align;
     if (info.kind != PLAT_FS_BLOCK) {
+        close(plain);
         result->mode = info.kind == PLAT_FS_MEMORY ? SMOE_MODE_MEMORY : SMOE_MODE_BOUNCE;
         return 0;
     }
@@ -457,12 +482,13 @@ int smoe_probe(const char *path, smoe_probe_result *result, smoe_error *error) {
     int fd = plat_open_file(path, 1), rc = fd < 0 ? -fd : 0;
     if (rc == 0) {
         result->call = "pread";
-        rc = probe_read(fd, &info);
+        rc = probe_read(fd, plain, &info, &cached);
         close(fd);
     }
+    close(plain);
     if (rc && !plat_refuses_direct(rc))
         return fail(error, -rc, result->call, rc, 0, 0);
-    result->mode = rc ? SMOE_MODE_BUFFERED : SMOE_MODE_DIRECT;
+    result->mode = rc || cached ? SMOE_MODE_BUFFERED : SMOE_MODE_DIRECT;
     result->os_error = rc;
     return 0;
 }

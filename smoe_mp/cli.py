@@ -27,7 +27,7 @@ from smoe_mp import inspect as inspecting
 from smoe_mp import segments
 from smoe_mp.config import OPTIONS, load
 from smoe_mp.control.client import ControlClient, no_ring
-from smoe_mp.control.commands import Ping, Status, StatusResult, Stop, StopResult, help_text
+from smoe_mp.control.commands import FileStatus, Ping, Status, StatusResult, Stop, StopResult, help_text
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import run_demo
 from smoe_mp.errors import NoAnswer, NoSuchRing, SmoeError
@@ -234,7 +234,7 @@ def _facts(result: StatusResult) -> Table:
         ("system", f"{result.name}: {result.state} for {_duration(result.uptime_s)}"),
         ("process", f"pid {result.pid}, smoe-mp {result.version}"),
         ("vault", f"{vault.path}: {vault.format}, {vault.experts} experts, {human_bytes(vault.bytes)}"),
-        *((f"file {i}", f"{f.path}: {f.mode}, {human_bytes(f.size)}") for i, f in enumerate(result.files)),
+        *((f"file {i}", _file_line(f)) for i, f in enumerate(result.files)),
         ("ring", f"{ring.slots} slots x {size}, {ring.pages}"),
         ("census", ", ".join(f"{count} {state}" for state, count in ring.census.items())),
         ("hit rate", "no demand yet" if result.hit_rate is None else f"{result.hit_rate:.1%}"),
@@ -242,6 +242,11 @@ def _facts(result: StatusResult) -> Table:
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     return table
+
+
+def _file_line(file: FileStatus) -> str:
+    refused = f" (direct reads refused: {file.refusal})" if file.refusal else ""
+    return f"{file.path}: {file.mode}{refused}, {human_bytes(file.size)}"
 
 
 def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
@@ -255,6 +260,8 @@ def _workers(result: StatusResult) -> Table:
     table = _table("workers", "worker", "pid", "state", numbers=("worker", "pid"))
     for worker in result.workers:
         busy = "idle" if worker.slot is None else f"reads into slot {worker.slot}"
+        if worker.stuck:
+            busy = f"STUCK: {busy} for {_duration(worker.reading_s or 0)}"
         table.add_row(str(worker.id), str(worker.pid), busy if worker.alive else "dead")
     return table
 

@@ -27,7 +27,7 @@ from typing import Any
 import posix_ipc
 
 from smoe_mp import _smoe, tables
-from smoe_mp._native import check, ffi, lib, new_error, raise_error, reason, text
+from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, reason, text
 from smoe_mp.errors import ConfigError, RingExists, SegmentError, SegmentSpaceError, VaultError
 from smoe_mp.sources.base import Source
 
@@ -89,9 +89,11 @@ class Probe:
     def reason(self) -> str:
         """Why reads are not direct, "" where they are."""
         if self.mode == "buffered":
+            if not self.os_error:
+                return f"{self.fs} accepts direct reads and caches what they read all the same"
             return f"{self.call} on {self.fs}: {reason(self.os_error)}"
         if self.mode == "bounce":
-            return f"{self.fs} is no local block file system"
+            return f"{self.fs} is no local block file system; a model on a local disk is read faster"
         return f"{self.fs} is memory already" if self.mode == "memory" else ""
 
 
@@ -216,11 +218,23 @@ class Segments:
         }
 
     def files(self) -> list[dict[str, Any]]:
-        """The source's files, with the way of reading that was achieved."""
+        """The source's files, with the way of reading that was achieved, and why it is not direct where a
+        worker found that out."""
         return [
-            {"path": path, "size": size, "mode": MODES[lib.smoe_file_mode(self.ring, i)]}
+            {
+                "path": path,
+                "size": size,
+                "mode": MODES[lib.smoe_file_mode(self.ring, i)],
+                "refusal": reason(code) if (code := lib.smoe_file_refusal(self.ring, i)) else "",
+            }
             for i, (path, size) in enumerate(self._files)
         ]
+
+    def set_mode(self, file: int, found: Probe) -> None:
+        """Have workers read the source's file number `file` as the probe found."""
+        check_plain(
+            lib.smoe_set_file_mode(self.ring, file, MODES.index(found.mode), found.os_error), self.name
+        )
 
     def recover_clients(self) -> int:
         """Clear what dead clients left; how many there were."""

@@ -59,6 +59,8 @@ class Supervisor:
         self._loop = Loop()
         self._workers: dict[int, Child] = {}
         self._warnings: list[str] = []
+        self._probes: list[segments.Probe] = []
+        self._modes: list[str] = []
         self._started = time.monotonic()
         self._stop_reason = ""
         self._state = "starting"
@@ -80,7 +82,8 @@ class Supervisor:
             self._loop.add(self._inbox.fd, self._on_signals)
             undo.callback(self._close_control)
             self._open_vault()
-            self._create_ring(undo, *self._probe_files())
+            self._probe_files()
+            self._create_ring(undo)
             self._start_workers(undo)
             self._control = open_control(self)
             self._loop.add(self._control.pollable, self._control.handle)
@@ -129,11 +132,23 @@ class Supervisor:
         }
 
     def _worker_rows(self, participants: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        slots = {p["pid"]: p["current_slot"] for p in participants if p["role"] == "worker"}
-        return [
-            {"id": id_, "pid": child.pid, "alive": not child.exited, "slot": slots.get(child.pid)}
-            for id_, child in self._workers.items()
-        ]
+        registered = {p["number"]: p for p in participants if p["role"] == "worker"}
+        limit_s = self._config.ring.read_deadline_ms / 1000
+        rows = []
+        for id_, child in self._workers.items():
+            seen = registered.get(id_, {})
+            reading_s = seen.get("reading_s")
+            rows.append(
+                {
+                    "id": id_,
+                    "pid": child.pid,
+                    "alive": not child.exited,
+                    "slot": seen.get("current_slot"),
+                    "reading_s": reading_s,
+                    "stuck": reading_s is not None and reading_s > limit_s,
+                }
+            )
+        return rows
 
     def _figures(self) -> dict[str, Any]:
         counters = self._segments.counters()
@@ -167,22 +182,19 @@ class Supervisor:
                 f" {layers * top_k}: nothing survives from token to token"
             )
 
-    def _probe_files(self) -> tuple[int, bool]:
-        """Try direct reads once a file system; returns the alignment of reads and whether all are direct."""
-        seen: set[int] = set()
-        align, direct = 4096, True
+    def _probe_files(self) -> None:
+        """Try a direct read of every file; say once a file system and mode what was found."""
+        said: set[tuple[str, str]] = set()
         for file in self._source.files:
-            if file.dev in seen:
-                continue
-            seen.add(file.dev)
             probe = segments.probe(file.path)
-            align = max(align, probe.offset_align)
+            self._probes.append(probe)
+            if (probe.fs, probe.mode) in said:
+                continue
+            said.add((probe.fs, probe.mode))
             if probe.mode == "direct":
                 self._say(f"reads: {probe.fs}: direct, past the page cache")
-                continue
-            direct = False
-            self._not_direct(str(file.path), probe)
-        return align, direct
+            else:
+                self._not_direct(str(file.path), probe)
 
     def _not_direct(self, path: str, probe: segments.Probe) -> None:
         if self._config.vault.direct == "require":
@@ -195,7 +207,7 @@ class Supervisor:
         else:
             self._warn(f"{path}: reads are not direct but {probe.mode}: {probe.reason}")
 
-    def _create_ring(self, undo: ExitStack, read_align: int, direct: bool) -> None:
+    def _create_ring(self, undo: ExitStack) -> None:
         self._check_interrupted()
         config = self._config
         self._segments = made = segments.create(
@@ -207,9 +219,12 @@ class Supervisor:
             direct=config.vault.direct,
             top_k=self._source.model.top_k,
             speculation_ranks=config.speculation.ranks,
-            read_align=read_align,
+            read_align=max(4096, *(probe.offset_align for probe in self._probes)),
         )
         undo.callback(made.remove)
+        for number, probe in enumerate(self._probes):
+            made.set_mode(number, probe)
+        self._modes = [file["mode"] for file in made.files()]
         self._say(
             f"ring: {made.n_slots} slots x {human_bytes(made.slot_bytes)} = {human_bytes(made.data_bytes)},"
             f" {made.pages}"
@@ -264,6 +279,13 @@ class Supervisor:
         cleared = self._segments.recover_clients()
         if cleared:
             self._say(f"recovered: {cleared} dead client{'s' if cleared > 1 else ''}, holds given back")
+        for number, file in enumerate(self._segments.files()):
+            if file["mode"] != self._modes[number]:
+                self._modes[number] = file["mode"]
+                self._warn(
+                    f"{file['path']} ({self._probes[number].fs}): direct reads were refused while running:"
+                    f" {file['refusal']}; read through the page cache from now on"
+                )
 
     def _check_workers(self) -> None:
         for child in self._workers.values():

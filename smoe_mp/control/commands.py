@@ -52,11 +52,13 @@ class VaultStatus(Struct, frozen=True):
 
 
 class FileStatus(Struct, frozen=True):
-    """A source file and how it is read: the mode that was achieved, not the one that was asked for."""
+    """A source file and how it is read: the mode that was achieved, not the one that was asked for, and
+    the `refusal` of direct reads where there was one."""
 
     path: str
     mode: str
     size: int
+    refusal: str = ""
 
 
 class RingStatus(Struct, frozen=True):
@@ -70,12 +72,15 @@ class RingStatus(Struct, frozen=True):
 
 
 class WorkerStatus(Struct, frozen=True):
-    """A worker; `slot` is the one that it reads into, None while it is idle."""
+    """A worker; `slot` is the one that it reads into, for `reading_s` seconds, None while it is idle.
+    `stuck`: for longer than ring.read_deadline_ms."""
 
     id: int
     pid: int
     alive: bool
     slot: int | None
+    reading_s: float | None = None
+    stuck: bool = False
 
 
 class ClientStatus(Struct, frozen=True):
