@@ -25,8 +25,11 @@ _READ_REASONS = {
 }
 
 
+_ERROR = ffi.typeof("smoe_error *")
+
+
 def new_error() -> Error:
-    return ffi.new("smoe_error *")
+    return ffi.new(_ERROR)
 
 
 def text(pointer: Any) -> str:

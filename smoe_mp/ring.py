@@ -41,6 +41,7 @@ _NUMPY = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1",
 }  # fmt: skip
+_HOLD, _HOLDS = ffi.typeof("smoe_hold *"), ffi.typeof("smoe_hold[]")  # parsed once, not at each call
 _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 _REGISTERED = ("hits", "joins", "promoted", "misses")
 
@@ -82,7 +83,7 @@ class _ViewHold:
 
     def __init__(self, handle: _Handle, hold: Any, place: int, shape: tuple[int, ...], typestr: str) -> None:
         self._handle = handle
-        self._hold = ffi.new("smoe_hold *")
+        self._hold = ffi.new(_HOLD)
         check_plain(lib.smoe_hold_again(handle.ptr, hold, self._hold), handle.name)
         self.__array_interface__ = {
             "version": 3,
@@ -254,7 +255,7 @@ class Batch(Sequence[Expert]):
         self._layer = layer
         self._experts = experts
         self._n = len(experts)
-        self._holds = ffi.new("smoe_hold[]", self._n)
+        self._holds = ffi.new(_HOLDS, self._n)
 
     def __len__(self) -> int:
         return self._n
@@ -355,6 +356,8 @@ class Ring:
     # --- ids ------------------------------------------------------------------------------------
 
     def _one_id(self, value: Any, what: str) -> int:
+        if type(value) is int and 0 <= value < 2**31:
+            return value
         if isinstance(value, (bool, np.bool_)):
             raise IdError(f"ring {self._name}: {what} {value!r} is a truth value, not a number")
         try:
