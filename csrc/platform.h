@@ -29,6 +29,9 @@ int plat_populate(void *address, size_t bytes, int fd, int huge);
 void plat_prefault(void *address, size_t bytes, int writable);
 /* Keep a mapping out of forked children. */
 void plat_dontfork(void *address, size_t bytes);
+/* Percent of the machine's memory that can be had without hurting others, where the system says so in one
+ * number; -ENOSYS on Linux, where it has to be worked out from /proc and the cgroups. */
+int plat_memory_level(void);
 
 /* Files that experts are read from. */
 enum plat_fs { PLAT_FS_BLOCK, PLAT_FS_MEMORY, PLAT_FS_OTHER };
@@ -42,15 +45,17 @@ int plat_open_file(const char *path, int direct); /* close-on-exec descriptor */
 void plat_file_info(int fd, struct plat_file_info *info);
 /* Forget the cached pages of a range just read through the cache. */
 void plat_drop_cache(int fd, uint64_t offset, uint64_t bytes);
-/* Are these first bytes of the file in the page cache?  False where that cannot be told. */
-_Bool plat_is_cached(int fd, void *block, uint64_t bytes);
+/* Is the file's first page in the page cache?  Looks without reading; false where that cannot be told. */
+_Bool plat_is_cached(int fd);
 /* Is this errno a refusal of direct reads, rather than a fault of the file? */
 int plat_refuses_direct(int os_error);
 int64_t plat_mtime_ns(const void *stat_buffer); /* struct stat */
 
 /* Locks that the kernel drops at their holder's death: one a participant id.
- * The descriptor is one of its own: a lock lives as long as its open file description. */
+ * The lock descriptor is one of its own, and its locks live until plat_lock_close (not close: there may be
+ * more behind it than a descriptor).  In a forked child plat_lock_close leaves the parent its locks. */
 int plat_lock_open(const char *segment_name);
+void plat_lock_close(int lock_fd);
 int plat_lock_try(int lock_fd, uint32_t id); /* 0: it is ours; -EAGAIN: another's */
 int plat_lock_drop(int lock_fd, uint32_t id);
 int plat_lock_query(int lock_fd, uint32_t id); /* 1: held by somebody else, 0: not */

@@ -24,7 +24,6 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
@@ -79,6 +78,10 @@ void plat_prefault(void *address, size_t bytes, int writable) {
 
 void plat_dontfork(void *address, size_t bytes) {
     (void)madvise(address, bytes, MADV_DONTFORK);
+}
+
+int plat_memory_level(void) {
+    return -ENOSYS;
 }
 
 int plat_open_file(const char *path, int direct) {
@@ -150,9 +153,18 @@ void plat_drop_cache(int fd, uint64_t offset, uint64_t bytes) {
     (void)posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
 }
 
-_Bool plat_is_cached(int fd, void *block, uint64_t bytes) {
-    struct iovec v = {.iov_base = block, .iov_len = bytes};
-    return preadv2(fd, &v, 1, 0, RWF_NOWAIT) > 0;
+/* By mincore: a trial read with RWF_NOWAIT would start read-ahead and so answer itself.  The kernel says
+ * "resident" of everything to who may not write the file; then nothing can be told. */
+_Bool plat_is_cached(int fd) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    unsigned char resident = 0;
+    void *map = mmap(NULL, page, PROT_READ, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED)
+        return 0;
+    if (mincore(map, page, &resident) != 0)
+        resident = 0;
+    munmap(map, page);
+    return resident & 1;
 }
 
 int plat_refuses_direct(int os_error) {
@@ -167,6 +179,10 @@ int64_t plat_mtime_ns(const void *stat_buffer) {
 int plat_lock_open(const char *segment_name) {
     int fd = shm_open(segment_name, O_RDWR, 0);
     return fd < 0 ? -errno : fd; /* shm_open sets close-on-exec */
+}
+
+void plat_lock_close(int lock_fd) {
+    close(lock_fd);
 }
 
 static int lock_op(int fd, int op, uint32_t id, short type, struct flock *out) {

@@ -736,6 +736,12 @@ static int guess_one(smoe_ring *r, uint32_t expert) {
         }
         guess_mark(r, s); /* a cleaner may have cleared the bit before the word said so */
         taken(r, s, word);
+        /* Admitted guesses that were not guesses yet may have lost their bits to a cleaner: counted once
+         * more now that this one is one. */
+        if (guess_count(r) > r->guess_limit) {
+            take_back_guess(r, s, expert);
+            return -1;
+        }
         uint32_t named = home;
         if (!atomic_compare_exchange_strong_explicit(&r->homes[expert], &named, s + 1, memory_order_relaxed,
                                                      memory_order_relaxed) &&

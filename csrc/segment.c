@@ -493,10 +493,14 @@ int smoe_supervisor_lock(const char *name, smoe_error *error) {
         return fail(error, fd, "shm_open", -fd, 0, 0);
     int rc = plat_lock_try(fd, SMOE_ID_SUPERVISOR);
     if (rc) {
-        close(fd);
+        plat_lock_close(fd);
         return rc == -EAGAIN ? fail(error, SMOE_ETAKEN, "lock", EAGAIN, 0, 0) : fail(error, rc, "lock", -rc, 0, 0);
     }
     return fd;
+}
+
+void smoe_supervisor_unlock(int lock) {
+    plat_lock_close(lock);
 }
 
 int smoe_peek(const char *name, int *alive, smoe_error *error) {
@@ -507,7 +511,7 @@ int smoe_peek(const char *name, int *alive, smoe_error *error) {
     int lock = rc < 0 ? rc : plat_lock_open(path);
     if (lock >= 0) {
         *alive = plat_lock_query(lock, SMOE_ID_SUPERVISOR) == 1;
-        close(lock);
+        plat_lock_close(lock);
     }
     int fd = open_control(name, &h, true, error);
     if (fd == SMOE_ENOTLIVE)
@@ -535,7 +539,7 @@ static void in_child(void) {
     __atomic_add_fetch(&forks, 1, __ATOMIC_RELAXED);
     for (smoe_ring *r = handles; r; r = r->next)
         if (r->lock_fd >= 0) {
-            close(r->lock_fd);
+            plat_lock_close(r->lock_fd);
             r->lock_fd = -1;
         }
     handles = NULL;
@@ -606,7 +610,7 @@ static void unmap(smoe_ring *r) {
     if (r->header)
         munmap(r->header, r->control_bytes);
     if (r->lock_fd >= 0)
-        close(r->lock_fd);
+        plat_lock_close(r->lock_fd);
     free((void *)r->private_holds);
     free(r);
 }

@@ -222,8 +222,10 @@ int smoe_measure(const smoe_geometry *geometry, uint64_t *control_bytes, uint64_
 int smoe_create(int control_fd, int data_fd, const smoe_geometry *geometry, const smoe_tables *tables,
                 smoe_error *error);
 /* Take the supervisor's lock on the ring NAME, whatever state it is in: a descriptor, to be handed to
- * smoe_attach or closed.  SMOE_ETAKEN: a supervisor lives. */
+ * smoe_attach (whose it is then, also when that fails) or to smoe_supervisor_unlock, never to close.
+ * SMOE_ETAKEN: a supervisor lives. */
 int smoe_supervisor_lock(const char *name, smoe_error *error);
+void smoe_supervisor_unlock(int lock);
 /* State of the ring NAME without attaching it: SMOE_CREATING.. SMOE_GONE, or an error.  *alive: whether a
  * supervisor holds its lock. */
 int smoe_peek(const char *name, int *alive, smoe_error *error);

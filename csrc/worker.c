@@ -29,6 +29,7 @@
 #define IDLE_SPINS    200
 #define IDLE_SLICE_NS 250000000ull
 #define BOUNCE_BYTES  (1u << 20)
+#define READ_MOST     (1u << 30) /* of one call: macOS refuses more than INT_MAX with EINVAL, Linux cuts it short */
 
 struct open_file {
     int fd; /* -1: not open */
@@ -156,7 +157,8 @@ static int get_file(struct worker *w, uint32_t i) {
  * aligned pieces. */
 static int read_plain(int fd, unsigned char *to, uint64_t offset, uint64_t need, uint64_t *got) {
     while (*got < need) {
-        ssize_t n = pread(fd, to + *got, need - *got, (off_t)(offset + *got));
+        uint64_t ask = need - *got < READ_MOST ? need - *got : READ_MOST;
+        ssize_t n = pread(fd, to + *got, ask, (off_t)(offset + *got));
         if (n < 0 && errno != EINTR)
             return errno;
         if (n == 0)
@@ -186,19 +188,20 @@ static int read_direct(struct worker *w, const struct smoe_window_rec *v, unsign
     int fd = w->files[v->file].fd;
     uint64_t align = w->r->read_align, from = 0;
     for (;;) {
-        ssize_t n = pread(fd, to + from, v->length - from, (off_t)(v->file_offset + from));
+        uint64_t ask = v->length - from < READ_MOST ? v->length - from : READ_MOST;
+        ssize_t n = pread(fd, to + from, ask, (off_t)(v->file_offset + from));
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0)
             return errno;
-        *asked += v->length - from;
+        *asked += ask;
         if (from + (uint64_t)n > *got)
             *got = from + (uint64_t)n;
         if (*got >= v->need)
             return 0;
         if (n == 0)
             return SMOE_READ_SHORT;
-        count(w->r, SMOE_C_SHORT_READS, 1);
+        count(w->r, SMOE_C_SHORT_READS, (uint64_t)n < ask);
         uint64_t resume = *got / align * align;
         if (resume == from)
             return read_tail(w, v->file, to, v->file_offset, v->need, got);
@@ -274,7 +277,8 @@ static int read_plan(struct worker *w, uint32_t expert, unsigned char *slot, str
     if (expert >= r->n_experts)
         return failed(o, SMOE_READ_PLAN, 0, 0, r->n_experts, expert);
     const struct smoe_expert_rec x = r->experts[expert];
-    if (!within(x.first_window, x.n_windows, r->n_windows) || !within(x.first_move, x.n_moves, r->n_moves))
+    if (x.n_windows == 0 || !within(x.first_window, x.n_windows, r->n_windows) ||
+        !within(x.first_move, x.n_moves, r->n_moves))
         return failed(o, SMOE_READ_PLAN, 0, 0, r->n_windows, x.first_window);
     for (uint32_t i = 0; i < x.n_windows; i++) {
         const struct smoe_window_rec v = r->windows[x.first_window + i];
@@ -450,13 +454,13 @@ static int probe_read(int fd, int plain, const struct plat_file_info *info, bool
     if (posix_memalign(&block, align, align) != 0)
         return ENOMEM;
     plat_drop_cache(plain, 0, align);
-    bool before = plat_is_cached(plain, block, align);
+    bool before = plat_is_cached(plain);
     ssize_t n;
     do
         n = pread(fd, block, align, 0);
     while (n < 0 && errno == EINTR);
     int rc = n < 0 ? errno : 0;
-    *cached = rc == 0 && !before && plat_is_cached(plain, block, align);
+    *cached = rc == 0 && !before && plat_is_cached(plain);
     plat_drop_cache(plain, 0, align);
     free(block);
     return rc;

@@ -141,13 +141,12 @@ def _clear_name(name: str) -> None:
         if state != 0 or time.monotonic() > until:
             break
         time.sleep(0.05)  # half-made: its creator may be about to take the lock
-    lock = lib.smoe_supervisor_lock(name.encode(), error)
-    if lock < 0:
-        _clear_name(name)
-        return
-    lib.smoe_bury(name.encode())
-    _unlink(name)
-    os.close(lock)
+    lock = check(lib.smoe_supervisor_lock(name.encode(), error), error, name)
+    try:
+        lib.smoe_bury(name.encode())
+        _unlink(name)
+    finally:
+        lib.smoe_supervisor_unlock(lock)
 
 
 def _check_space(fd: int, wanted: int, name: str) -> None:
@@ -391,22 +390,23 @@ def create(
         del keep
         if code < 0:
             raise_error(code, error, name)
-        ring = ffi.new("smoe_ring **")
+        ring, held, lock = ffi.new("smoe_ring **"), lock, -1  # the handle's from here on
         check(
-            lib.smoe_attach(name.encode(), lib.SMOE_ROLE_SUPERVISOR, lock, b"supervisor", ring, error),
+            lib.smoe_attach(name.encode(), lib.SMOE_ROLE_SUPERVISOR, held, b"supervisor", ring, error),
             error,
             name,
         )
-        lock = -1  # the handle's now
         pages = _pages_got(data_fd)
     except BaseException:
         lib.smoe_bury(name.encode())
         _unlink(name)
         raise
     finally:
-        for fd in (control_fd, data_fd, lock):
+        for fd in (control_fd, data_fd):
             if fd >= 0:
                 os.close(fd)
+        if lock >= 0:
+            lib.smoe_supervisor_unlock(lock)
     info = ffi.new("smoe_info *")
     lib.smoe_get_info(ring[0], info)
     return Segments(name, ring[0], info, pages, [(str(f.path), f.size) for f in source.files])
