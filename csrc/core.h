@@ -21,6 +21,14 @@
 
 #define INTERNAL __attribute__((visibility("hidden")))
 
+/* In a test build a process can be made to die at a named step: see failpoint.h. */
+#ifdef SMOE_FAILPOINTS
+void failpoint(const char *name);
+#define FAILPOINT(name) failpoint(name)
+#else
+#define FAILPOINT(name) ((void)0)
+#endif
+
 struct smoe_ring {
     /* The control segment's regions in this process's map. */
     struct smoe_header *header;
@@ -29,7 +37,7 @@ struct smoe_ring {
     struct smoe_participant *participants;
     _Atomic uint64_t (*counters)[SMOE_COUNTER_ROW];
     _Atomic uint32_t *file_modes;
-    _Atomic uint64_t *ticks, *bounds, *empties, *guesses;
+    _Atomic uint64_t *words, *ticks, *bounds, *empties, *guesses;
     _Atomic uint64_t *demand_cells, *speculative_cells;
     _Atomic uint32_t *homes, *histogram;
     struct smoe_slot *slots;
@@ -45,6 +53,7 @@ struct smoe_ring {
     /* Copies of the geometry, checked when it was mapped: shared memory is not asked again. */
     uint32_t n_slots, n_groups, n_experts, n_files, n_windows, n_parts, n_moves, n_layouts, n_tensors;
     uint32_t grid_layers, grid_experts, queue_capacity, guess_limit, read_align;
+    uint64_t grid_first, grid_run; /* cells grid_first.. hold the indices 0 .. grid_run - 1 in order */
     uint64_t slot_bytes, control_bytes, data_bytes, strings_bytes;
     unsigned char *data; /* read-only for clients */
 
@@ -55,8 +64,9 @@ struct smoe_ring {
     uint32_t generation;
     int lock_fd;
     uint64_t spin_ns;
+    int interruptible;               /* naps end calls with -EINTR */
     _Atomic uint32_t *private_holds; /* one a slot: bit 31 lock, the rest a count */
-    _Atomic int closed;
+    _Atomic uint32_t busy_holds;     /* like a private hold: bit 31 lock, the rest a count */
     uint32_t fork_generation;
     struct smoe_ring *next; /* all handles of this process, for the fork handler */
 };
@@ -87,10 +97,10 @@ static inline bool word_guess(uint64_t w) {
     return word_loading(w) && (w & WORD_SPECULATIVE);
 }
 static inline uint64_t slot_word(const smoe_ring *r, uint32_t s) {
-    return atomic_load_explicit(&r->slots[s].word, memory_order_acquire); /* P2, T2 */
+    return atomic_load_explicit(&r->words[s], memory_order_acquire); /* P2, T2 */
 }
 static inline const _Atomic uint32_t *slot_futex(const smoe_ring *r, uint32_t s) {
-    return (const _Atomic uint32_t *)&r->slots[s].word; /* the low half: little-endian */
+    return (const _Atomic uint32_t *)&r->words[s]; /* the low half: little-endian */
 }
 
 static inline void count(smoe_ring *r, enum smoe_counter c, uint64_t n) {
@@ -113,6 +123,11 @@ INTERNAL bool slot_drop(smoe_ring *r, uint32_t s, uint64_t bit);
 INTERNAL bool slot_start(smoe_ring *r, uint32_t s, uint32_t worker, uint64_t *word);
 INTERNAL void slot_publish(smoe_ring *r, uint32_t s, uint32_t worker);
 INTERNAL void slot_fail(smoe_ring *r, uint32_t s, uint32_t worker);
+INTERNAL void slot_error_set(smoe_ring *r, uint32_t s, int error, uint32_t file, uint64_t offset, uint64_t wanted,
+                             uint64_t got);
+INTERNAL bool slot_error(const smoe_ring *r, uint32_t s, smoe_error *e);
+INTERNAL bool slot_requeue(smoe_ring *r, uint32_t s, uint32_t worker);
+INTERNAL bool slot_give_up(smoe_ring *r, uint32_t s);
 
 /* queue.c */
 struct queue {
@@ -139,6 +154,7 @@ INTERNAL bool guess_admit(smoe_ring *r, uint32_t s);
 INTERNAL void guess_mark(smoe_ring *r, uint32_t s);
 INTERNAL void guess_clear(smoe_ring *r, uint32_t s);
 INTERNAL uint32_t guess_count(const smoe_ring *r);
+INTERNAL bool guess_over(smoe_ring *r);
 
 /* segment.c */
 INTERNAL int segment_name(char out[40], const char *name, bool data);
@@ -146,11 +162,15 @@ INTERNAL int fail(smoe_error *e, int code, const char *call, int os_error, uint6
 INTERNAL uint32_t fork_generation(void);
 
 /* ring.c */
+INTERNAL void prewarm_ring(smoe_ring *r);
 INTERNAL void space_freed(smoe_ring *r);
 INTERNAL int ring_check(const smoe_ring *r, smoe_error *e);
 
 /* recover.c */
+INTERNAL void leave_client(smoe_ring *r, uint32_t id);
 INTERNAL void recover_client(smoe_ring *r, uint32_t id);
+INTERNAL void recover_worker(smoe_ring *r, uint32_t worker);
+INTERNAL void free_entry(smoe_ring *r, uint32_t id);
 
 /* worker.c */
 struct worker_options {

@@ -4,12 +4,17 @@
 #include <errno.h>
 #include <string.h>
 
+/* Is this the process that attached?  A forked child has no map of the control segment. */
+static bool mine(const smoe_ring *r) {
+    return r->fork_generation == fork_generation();
+}
+
 const void *smoe_slot_data(const smoe_ring *r, uint32_t slot) {
-    return slot < r->n_slots ? r->data + (uint64_t)slot * r->slot_bytes : NULL;
+    return slot < r->n_slots ? r->data + (uint64_t)slot * r->slot_bytes : NULL; /* the child has this map too */
 }
 
 int smoe_get_info(const smoe_ring *r, smoe_info *info) {
-    if (r->fork_generation != fork_generation())
+    if (!mine(r))
         return SMOE_EFORKED;
     *info = (smoe_info){
         .slot_bytes = r->slot_bytes,
@@ -36,6 +41,8 @@ int smoe_get_info(const smoe_ring *r, smoe_info *info) {
 }
 
 int smoe_expert_pair(const smoe_ring *r, uint32_t expert_index, uint32_t *layer, uint32_t *expert) {
+    if (!mine(r))
+        return SMOE_EFORKED;
     if (expert_index >= r->n_experts)
         return SMOE_EID;
     *layer = r->experts[expert_index].layer;
@@ -44,10 +51,14 @@ int smoe_expert_pair(const smoe_ring *r, uint32_t expert_index, uint32_t *layer,
 }
 
 int smoe_expert_layout(const smoe_ring *r, uint32_t expert_index) {
+    if (!mine(r))
+        return SMOE_EFORKED;
     return expert_index < r->n_experts ? (int)r->experts[expert_index].layout : SMOE_EID;
 }
 
 int smoe_expert_parts(const smoe_ring *r, uint32_t expert_index, smoe_part *parts, uint32_t room) {
+    if (!mine(r))
+        return SMOE_EFORKED;
     if (expert_index >= r->n_experts)
         return SMOE_EID;
     const struct smoe_expert_rec *x = &r->experts[expert_index];
@@ -59,6 +70,8 @@ int smoe_expert_parts(const smoe_ring *r, uint32_t expert_index, smoe_part *part
 }
 
 int smoe_expert_tensors(const smoe_ring *r, uint32_t expert_index, smoe_tensor *tensors, uint32_t room) {
+    if (!mine(r))
+        return SMOE_EFORKED;
     if (expert_index >= r->n_experts)
         return SMOE_EID;
     const struct smoe_expert_rec *x = &r->experts[expert_index];
@@ -79,10 +92,12 @@ int smoe_expert_tensors(const smoe_ring *r, uint32_t expert_index, smoe_tensor *
 }
 
 const char *smoe_file_path(const smoe_ring *r, uint32_t file) {
-    return file < r->n_files ? r->strings + r->files[file].path : "?";
+    return mine(r) && file < r->n_files ? r->strings + r->files[file].path : "?";
 }
 
 int smoe_file_mode(const smoe_ring *r, uint32_t file) {
+    if (!mine(r))
+        return SMOE_EFORKED;
     if (file >= r->n_files)
         return -EINVAL;
     int mode = (int)(atomic_load_explicit(&r->file_modes[file], memory_order_relaxed) & 255u);
@@ -90,10 +105,14 @@ int smoe_file_mode(const smoe_ring *r, uint32_t file) {
 }
 
 int smoe_file_refusal(const smoe_ring *r, uint32_t file) {
+    if (!mine(r))
+        return SMOE_EFORKED;
     return file < r->n_files ? (int)(atomic_load_explicit(&r->file_modes[file], memory_order_relaxed) >> 8) : -EINVAL;
 }
 
 int smoe_set_file_mode(smoe_ring *r, uint32_t file, int mode, int os_error) {
+    if (!mine(r))
+        return SMOE_EFORKED;
     if (file >= r->n_files || mode < 0 || mode > SMOE_MODE_MEMORY)
         return -EINVAL;
     atomic_store_explicit(&r->file_modes[file], (uint32_t)mode | (uint32_t)os_error << 8, memory_order_relaxed);
@@ -101,7 +120,7 @@ int smoe_set_file_mode(smoe_ring *r, uint32_t file, int mode, int os_error) {
 }
 
 uint64_t smoe_counter_value(const smoe_ring *r, uint32_t counter, int id) {
-    if (counter >= SMOE_COUNTERS || id >= (int)SMOE_PARTICIPANTS)
+    if (!mine(r) || counter >= SMOE_COUNTERS || id >= (int)SMOE_PARTICIPANTS)
         return 0;
     if (id >= 0)
         return atomic_load_explicit(&r->counters[id][counter], memory_order_relaxed);
@@ -139,12 +158,13 @@ const char *smoe_counter_name(uint32_t counter) {
         [SMOE_C_SHORT_READS] = "short_reads",
         [SMOE_C_FAILED_READS] = "failed_reads",
         [SMOE_C_FALLBACKS] = "fallbacks",
+        [SMOE_C_REQUEUED] = "requeued",
     };
     return counter < SMOE_COUNTERS ? names[counter] : NULL;
 }
 
 int smoe_census(const smoe_ring *r, uint32_t *out) {
-    if (r->fork_generation != fork_generation())
+    if (!mine(r))
         return SMOE_EFORKED;
     memset(out, 0, 9 * sizeof *out);
     for (uint32_t s = 0; s < r->n_slots; s++) {
@@ -160,33 +180,57 @@ int smoe_census(const smoe_ring *r, uint32_t *out) {
 }
 
 int smoe_ring_state(const smoe_ring *r) {
-    if (r->fork_generation != fork_generation())
+    if (!mine(r))
         return SMOE_EFORKED;
     return (int)atomic_load_explicit(&r->header->state, memory_order_acquire);
 }
 
 uint64_t smoe_slot_word(const smoe_ring *r, uint32_t slot) {
-    return slot < r->n_slots ? slot_word(r, slot) : 0;
+    return mine(r) && slot < r->n_slots ? slot_word(r, slot) : 0;
 }
 
 uint64_t smoe_slot_tick(const smoe_ring *r, uint32_t slot) {
-    return slot < r->n_slots ? atomic_load_explicit(&r->ticks[slot], memory_order_relaxed) : 0;
+    return mine(r) && slot < r->n_slots ? atomic_load_explicit(&r->ticks[slot], memory_order_relaxed) : 0;
 }
 
 uint32_t smoe_home(const smoe_ring *r, uint32_t expert_index) {
-    return expert_index < r->n_experts ? atomic_load_explicit(&r->homes[expert_index], memory_order_relaxed) : 0;
+    return mine(r) && expert_index < r->n_experts ? atomic_load_explicit(&r->homes[expert_index], memory_order_relaxed)
+                                                  : 0;
 }
 
 uint32_t smoe_histogram_count(const smoe_ring *r, uint32_t expert_index) {
-    return expert_index < r->n_experts ? atomic_load_explicit(&r->histogram[expert_index], memory_order_relaxed) : 0;
+    return mine(r) && expert_index < r->n_experts
+               ? atomic_load_explicit(&r->histogram[expert_index], memory_order_relaxed)
+               : 0;
+}
+
+int smoe_histogram_read(const smoe_ring *r, uint32_t *counts, uint32_t n) {
+    if (!mine(r))
+        return SMOE_EFORKED;
+    for (uint32_t i = 0; i < n && i < r->n_experts; i++)
+        counts[i] = atomic_load_explicit(&r->histogram[i], memory_order_relaxed);
+    return 0;
+}
+
+int smoe_histogram_add(smoe_ring *r, uint32_t expert_index, uint32_t n) {
+    if (!mine(r))
+        return SMOE_EFORKED;
+    if (expert_index >= r->n_experts)
+        return SMOE_EID;
+    uint32_t seen = atomic_load_explicit(&r->histogram[expert_index], memory_order_relaxed);
+    while (!atomic_compare_exchange_weak_explicit(&r->histogram[expert_index], &seen,
+                                                  seen > UINT32_MAX - n ? UINT32_MAX : seen + n, memory_order_relaxed,
+                                                  memory_order_relaxed)) {
+    }
+    return 0;
 }
 
 uint32_t smoe_queue_length(const smoe_ring *r, int speculative) {
-    return queue_length(speculative ? speculative_queue(r) : demand_queue(r));
+    return !mine(r) ? 0 : queue_length(speculative ? speculative_queue(r) : demand_queue(r));
 }
 
 int smoe_participants(const smoe_ring *r, smoe_participant_info *out, uint32_t room) {
-    if (r->fork_generation != fork_generation())
+    if (!mine(r))
         return SMOE_EFORKED;
     uint32_t n = 0;
     for (uint32_t id = 0; id < SMOE_PARTICIPANTS; id++) {
@@ -261,6 +305,8 @@ const char *smoe_strerror(int code) {
         return "the shared-memory file system is too small";
     case SMOE_EDIRECT:
         return "direct reads are required and refused";
+    case SMOE_EDIFFERS:
+        return "not the ring that was asked for";
     case SMOE_ETAKEN:
         return "another process holds this id's lock";
     default:

@@ -29,37 +29,67 @@ static void raise_to(_Atomic uint64_t *word, uint64_t value) {
 }
 
 void lru_stamp(smoe_ring *r, uint32_t s) {
-    raise_to(&r->ticks[s], atomic_fetch_add_explicit(&r->hot->tick, 1, memory_order_relaxed) + 1);
+    uint64_t tick = atomic_fetch_add_explicit(&r->hot->tick, 1, memory_order_relaxed) + 1;
+    FAILPOINT("stamp.drawn");
+    raise_to(&r->ticks[s], tick);
 }
 
-static uint32_t smallest_bound(const smoe_ring *r, uint64_t *bound) {
-    uint32_t group = 0;
+/* Index and value of the smallest of n ticks or bounds, n a multiple of 4 and at most 64.  Both in one
+ * number, four minima side by side: no branch, and no comparison waits for the one before it.  Ticks stay
+ * below 2^58. */
+static uint32_t smallest_of(const _Atomic uint64_t *values, uint32_t n, uint64_t *least) {
+    uint64_t m[4] = {UINT64_MAX, UINT64_MAX, UINT64_MAX, UINT64_MAX};
+    for (uint32_t i = 0; i < n; i += 4)
+        for (uint32_t k = 0; k < 4; k++) {
+            uint64_t v = atomic_load_explicit(&values[i + k], memory_order_relaxed) << 6 | (i + k);
+            m[k] = v < m[k] ? v : m[k];
+        }
+    uint64_t a = m[0] < m[1] ? m[0] : m[1], b = m[2] < m[3] ? m[2] : m[3];
+    a = a < b ? a : b;
+    *least = a >> 6;
+    return (uint32_t)(a & 63u);
+}
+
+/* The search's own summary of the bounds: the smallest of each 16.  Bounds only rise, so it may lag. */
+#define SPAN      16u
+#define SPANS_MAX ((SMOE_SLOTS_MAX + SMOE_GROUP) / SMOE_GROUP / SPAN + 1)
+
+struct summary {
+    uint32_t n;
+    uint64_t least[SPANS_MAX];
+    uint32_t group[SPANS_MAX];
+};
+
+static void summarize(const smoe_ring *r, struct summary *y, uint32_t span) {
+    uint32_t first = span * SPAN, n = r->n_groups - first < SPAN ? r->n_groups - first : SPAN;
     uint64_t least = UINT64_MAX;
-    for (uint32_t g = 0; g < r->n_groups; g++) {
-        uint64_t b = atomic_load_explicit(&r->bounds[g], memory_order_relaxed);
-        if (b < least) {
-            least = b;
-            group = g;
+    uint32_t group = first;
+    if (n == SPAN) {
+        group += smallest_of(&r->bounds[first], SPAN, &least);
+    } else {
+        for (uint32_t g = first; g < first + n; g++) {
+            uint64_t b = atomic_load_explicit(&r->bounds[g], memory_order_relaxed);
+            if (b < least) {
+                least = b;
+                group = g;
+            }
         }
     }
-    *bound = least;
-    return group;
+    y->least[span] = least;
+    y->group[span] = group;
+}
+
+static uint32_t smallest_span(const struct summary *y) {
+    uint32_t span = 0;
+    for (uint32_t i = 1; i < y->n; i++)
+        span = y->least[i] < y->least[span] ? i : span;
+    return span;
 }
 
 /* The slot with the smallest tick of a group; refreshes the bound. */
 static uint32_t oldest_of(smoe_ring *r, uint32_t group, uint64_t *tick) {
-    const _Atomic uint64_t *ticks = &r->ticks[group * SMOE_GROUP];
-    uint32_t oldest = 0;
-    uint64_t least = UINT64_MAX;
-    for (uint32_t i = 0; i < SMOE_GROUP; i++) {
-        uint64_t t = atomic_load_explicit(&ticks[i], memory_order_relaxed);
-        if (t < least) {
-            least = t;
-            oldest = i;
-        }
-    }
-    raise_to(&r->bounds[group], least);
-    *tick = least;
+    uint32_t oldest = smallest_of(&r->ticks[group * SMOE_GROUP], SMOE_GROUP, tick);
+    raise_to(&r->bounds[group], *tick);
     return group * SMOE_GROUP + oldest;
 }
 
@@ -69,23 +99,28 @@ static uint32_t oldest_of(smoe_ring *r, uint32_t group, uint64_t *tick) {
  * above `start` means that everything older is in use. */
 int lru_victim(smoe_ring *r, uint64_t *word) {
     uint64_t start = atomic_load_explicit(&r->hot->tick, memory_order_relaxed);
-    uint64_t best_tick = UINT64_MAX, bound, tick;
+    uint64_t best_tick = UINT64_MAX, tick;
     int best = -1;
+    struct summary y;
+    y.n = (r->n_groups + SPAN - 1) / SPAN;
+    for (uint32_t i = 0; i < y.n; i++)
+        summarize(r, &y, i);
     for (;;) {
-        uint32_t group = smallest_bound(r, &bound);
-        if (bound >= best_tick || bound > start)
+        uint32_t span = smallest_span(&y);
+        if (y.least[span] >= best_tick || y.least[span] > start)
             return best;
-        uint32_t s = oldest_of(r, group, &tick);
-        if (tick > start || tick >= best_tick)
-            continue; /* its bound is refreshed: it will not be the smallest again */
-        uint64_t w = slot_word(r, s);
-        if (word_evictable(w) || WORD_STATE(w) == SMOE_EMPTY) {
-            best = (int)s;
-            best_tick = tick;
-            *word = w;
-        } else {
-            lru_stamp(r, s);
+        uint32_t s = oldest_of(r, y.group[span], &tick);
+        if (tick <= start && tick < best_tick) {
+            uint64_t w = slot_word(r, s);
+            if (word_evictable(w) || WORD_STATE(w) == SMOE_EMPTY) {
+                best = (int)s;
+                best_tick = tick;
+                *word = w;
+            } else {
+                lru_stamp(r, s);
+            }
         }
+        summarize(r, &y, span);
     }
 }
 
@@ -105,21 +140,35 @@ void hint_not_empty(smoe_ring *r, uint32_t s) {
     if (!(atomic_load_explicit(&r->empties[s / SMOE_GROUP], memory_order_relaxed) >> (s % SMOE_GROUP) & 1))
         return;
     hint_clear(r->empties, s);
+    FAILPOINT("hint.empty_cleared");
     if (WORD_STATE(slot_word(r, s)) == SMOE_EMPTY)
         hint_set(r->empties, s);
 }
 
+/* The EMPTY slot that a group's bits name, or -1; corrects bits that lie. */
+static int empty_of(smoe_ring *r, uint32_t group) {
+    for (uint64_t bits = atomic_load_explicit(&r->empties[group], memory_order_relaxed); bits; bits &= bits - 1) {
+        uint32_t s = group * SMOE_GROUP + (uint32_t)__builtin_ctzll(bits);
+        if (s >= r->n_slots)
+            continue;
+        if (WORD_STATE(slot_word(r, s)) == SMOE_EMPTY)
+            return (int)s;
+        hint_not_empty(r, s);
+    }
+    return -1;
+}
+
 /* An EMPTY slot, or -1. */
 int lru_find_empty(smoe_ring *r) {
-    for (uint32_t g = 0; g < r->n_groups; g++) {
-        uint64_t bits = atomic_load_explicit(&r->empties[g], memory_order_relaxed);
-        while (bits) {
-            uint32_t s = g * SMOE_GROUP + (uint32_t)__builtin_ctzll(bits);
-            if (s < r->n_slots && WORD_STATE(slot_word(r, s)) == SMOE_EMPTY)
-                return (int)s;
-            if (s < r->n_slots)
-                hint_not_empty(r, s);
-            bits &= bits - 1;
+    for (uint32_t first = 0; first < r->n_groups; first += SPAN) {
+        uint32_t end = first + SPAN < r->n_groups ? first + SPAN : r->n_groups;
+        uint64_t any = 0; /* most often there is none: no branch a group */
+        for (uint32_t g = first; g < end; g++)
+            any |= atomic_load_explicit(&r->empties[g], memory_order_relaxed);
+        for (uint32_t g = first; any && g < end; g++) {
+            int s = empty_of(r, g);
+            if (s >= 0)
+                return s;
         }
     }
     return -1;
@@ -140,6 +189,7 @@ void guess_clear(smoe_ring *r, uint32_t s) {
     if (!(atomic_load_explicit(&r->guesses[s / SMOE_GROUP], memory_order_relaxed) >> (s % SMOE_GROUP) & 1))
         return;
     hint_clear(r->guesses, s);
+    FAILPOINT("hint.guess_cleared");
     if (word_guess(slot_word(r, s)))
         hint_set(r->guesses, s);
 }
@@ -161,4 +211,18 @@ bool guess_admit(smoe_ring *r, uint32_t s) {
         return true;
     guess_clear(r, s);
     return false;
+}
+
+/* Are there more guesses than may be?  Asked by one whose slot's word says guess already.  The bits can miss
+ * a guess for a moment (guess_clear puts a live one's back), or one that was admitted and had not yet taken
+ * its slot; so near the limit the words are counted.  All who ask meet at one word after their own
+ * compare-exchange, so that of two that overstep together at least one sees the other. */
+bool guess_over(smoe_ring *r) {
+    uint32_t n = 0;
+    if (guess_count(r) + SMOE_CLIENTS <= r->guess_limit)
+        return false;
+    atomic_fetch_or_explicit(&r->guesses[0], 0, memory_order_seq_cst);
+    for (uint32_t s = 0; s < r->n_slots; s++)
+        n += word_guess(slot_word(r, s));
+    return n > r->guess_limit;
 }

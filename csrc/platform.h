@@ -27,6 +27,8 @@ void plat_relax(void);
 int plat_populate(void *address, size_t bytes, int fd, int huge);
 /* Map pages that exist already, so that a first access does not fault. */
 void plat_prefault(void *address, size_t bytes, int writable);
+/* Bytes of a mapping that are in memory: not swapped out, not compressed. */
+uint64_t plat_resident(void *address, size_t bytes);
 /* Keep a mapping out of forked children. */
 void plat_dontfork(void *address, size_t bytes);
 /* Percent of the machine's memory that can be had without hurting others, where the system says so in one
@@ -45,8 +47,9 @@ int plat_open_file(const char *path, int direct); /* close-on-exec descriptor */
 void plat_file_info(int fd, struct plat_file_info *info);
 /* Forget the cached pages of a range just read through the cache. */
 void plat_drop_cache(int fd, uint64_t offset, uint64_t bytes);
-/* Is the file's first page in the page cache?  Looks without reading; false where that cannot be told. */
-_Bool plat_is_cached(int fd);
+/* Is the file's page at this offset in the page cache?  Looks without reading; false where that cannot be
+ * told. */
+_Bool plat_is_cached(int fd, uint64_t offset);
 /* Is this errno a refusal of direct reads, rather than a fault of the file? */
 int plat_refuses_direct(int os_error);
 int64_t plat_mtime_ns(const void *stat_buffer); /* struct stat */
@@ -56,6 +59,8 @@ int64_t plat_mtime_ns(const void *stat_buffer); /* struct stat */
  * more behind it than a descriptor).  In a forked child plat_lock_close leaves the parent its locks. */
 int plat_lock_open(const char *segment_name);
 void plat_lock_close(int lock_fd);
+/* Is the lock still that of the segment that has this name now? */
+_Bool plat_lock_is_of(int lock_fd, const char *segment_name);
 int plat_lock_try(int lock_fd, uint32_t id); /* 0: it is ours; -EAGAIN: another's */
 int plat_lock_drop(int lock_fd, uint32_t id);
 int plat_lock_query(int lock_fd, uint32_t id); /* 1: held by somebody else, 0: not */

@@ -76,6 +76,20 @@ void plat_prefault(void *address, size_t bytes, int writable) {
     (void)madvise(address, bytes, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
 }
 
+uint64_t plat_resident(void *address, size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), piece = 4096 * page;
+    unsigned char seen[4096];
+    uint64_t resident = 0;
+    for (size_t at = 0; at < bytes; at += piece) {
+        size_t now = bytes - at < piece ? bytes - at : piece;
+        if (mincore((char *)address + at, now, seen) != 0)
+            return 0;
+        for (size_t i = 0; i < (now + page - 1) / page; i++)
+            resident += (seen[i] & 1) * page;
+    }
+    return resident < bytes ? resident : bytes;
+}
+
 void plat_dontfork(void *address, size_t bytes) {
     (void)madvise(address, bytes, MADV_DONTFORK);
 }
@@ -150,15 +164,18 @@ void plat_file_info(int fd, struct plat_file_info *info) {
 }
 
 void plat_drop_cache(int fd, uint64_t offset, uint64_t bytes) {
-    (void)posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
+    /* Outward to 1 MiB: partial pages are not dropped, and file systems with blocks of their own (squashfs,
+     * compressed extents of btrfs) bring all of a block in. */
+    const uint64_t unit = 1u << 20, from = offset / unit * unit, to = (offset + bytes + unit - 1) / unit * unit;
+    (void)posix_fadvise(fd, (off_t)from, (off_t)(to - from), POSIX_FADV_DONTNEED);
 }
 
 /* By mincore: a trial read with RWF_NOWAIT would start read-ahead and so answer itself.  The kernel says
  * "resident" of everything to who may not write the file; then nothing can be told. */
-_Bool plat_is_cached(int fd) {
+_Bool plat_is_cached(int fd, uint64_t offset) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     unsigned char resident = 0;
-    void *map = mmap(NULL, page, PROT_READ, MAP_SHARED, fd, 0);
+    void *map = mmap(NULL, page, PROT_READ, MAP_SHARED, fd, (off_t)offset);
     if (map == MAP_FAILED)
         return 0;
     if (mincore(map, page, &resident) != 0)
@@ -183,6 +200,16 @@ int plat_lock_open(const char *segment_name) {
 
 void plat_lock_close(int lock_fd) {
     close(lock_fd);
+}
+
+_Bool plat_lock_is_of(int lock_fd, const char *segment_name) {
+    struct stat locked, named;
+    int fd = shm_open(segment_name, O_RDONLY, 0);
+    _Bool same = fd >= 0 && fstat(fd, &named) == 0 && fstat(lock_fd, &locked) == 0 && named.st_dev == locked.st_dev &&
+                 named.st_ino == locked.st_ino;
+    if (fd >= 0)
+        close(fd);
+    return same;
 }
 
 static int lock_op(int fd, int op, uint32_t id, short type, struct flock *out) {

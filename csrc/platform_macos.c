@@ -126,6 +126,20 @@ void plat_prefault(void *address, size_t bytes, int writable) {
         (void)page[at];
 }
 
+uint64_t plat_resident(void *address, size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), piece = 4096 * page;
+    char seen[4096];
+    uint64_t resident = 0;
+    for (size_t at = 0; at < bytes; at += piece) {
+        size_t now = bytes - at < piece ? bytes - at : piece;
+        if (mincore((char *)address + at, now, seen) != 0)
+            return 0;
+        for (size_t i = 0; i < (now + page - 1) / page; i++)
+            resident += (seen[i] & 1) * page;
+    }
+    return resident < bytes ? resident : bytes;
+}
+
 void plat_dontfork(void *address, size_t bytes) {
     (void)minherit(address, bytes, VM_INHERIT_NONE);
 }
@@ -187,8 +201,9 @@ void plat_drop_cache(int fd, uint64_t offset, uint64_t bytes) {
 
 /* mincore would tell, but whether a page lay in the cache before, and whether a read of less than a 16 KiB
  * page leaves it there for good, it does not: better no answer than that every file is "buffered". */
-_Bool plat_is_cached(int fd) {
+_Bool plat_is_cached(int fd, uint64_t offset) {
     (void)fd;
+    (void)offset;
     return 0;
 }
 
@@ -356,6 +371,12 @@ int plat_lock_open(const char *segment_name) {
 void plat_lock_close(int lock_fd) {
     held_forget(lock_fd);
     close(lock_fd);
+}
+
+_Bool plat_lock_is_of(int lock_fd, const char *segment_name) {
+    (void)lock_fd; /* lock files go by the segment's name and are never removed */
+    (void)segment_name;
+    return 1;
 }
 
 static int open_lock_file(int handle, uint32_t id, int flags) {

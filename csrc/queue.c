@@ -57,7 +57,9 @@ bool queue_push(struct queue q, uint32_t slot) {
         if (d == 0) {
             if (atomic_compare_exchange_strong_explicit(at, &cell, cell_make(t + 1, slot), memory_order_acq_rel,
                                                         memory_order_relaxed)) { /* Q1 */
+                FAILPOINT("push.cell");
                 move_on(&q.pos->tail, t);
+                FAILPOINT("push.tail");
                 return true;
             }
         } else if (d > 0) {
@@ -78,7 +80,9 @@ int queue_pop(struct queue q) {
             int slot = (int)(cell & 0xFFFFu);
             if (atomic_compare_exchange_strong_explicit(at, &cell, cell_make(h + q.capacity, 0), memory_order_acq_rel,
                                                         memory_order_relaxed)) { /* Q2 */
+                FAILPOINT("pop.cell");
                 move_on(&q.pos->head, h);
+                FAILPOINT("pop.head");
                 return slot;
             }
         } else if (d > 1) {
@@ -105,5 +109,11 @@ uint32_t queue_length(struct queue q) {
  * what it read cannot miss it. */
 void doorbell_ring(smoe_ring *r, int workers) {
     atomic_fetch_add_explicit(&r->hot->doorbell, 1, memory_order_seq_cst);
-    plat_wake(&r->hot->doorbell, workers);
+    FAILPOINT("doorbell.added");
+    /* A worker sets its bit before it looks at the doorbell for the last time, so one whose bit is not seen
+     * here sees that the doorbell has changed.  A bit, not a count: what a kill leaves costs a wake until the
+     * worker's successor clears it. */
+    if (atomic_load_explicit(&r->hot->sleepers[0], memory_order_seq_cst) |
+        atomic_load_explicit(&r->hot->sleepers[1], memory_order_seq_cst))
+        plat_wake(&r->hot->doorbell, workers);
 }

@@ -36,11 +36,12 @@ static void cpu_relax(void) {
 
 /* --- private holds -------------------------------------------------------------------------------- */
 
-static uint32_t hold_lock(smoe_ring *r, uint32_t s) {
+/* A count with a lock bit: take the lock, and get the count. */
+static uint32_t word_lock(_Atomic uint32_t *word) {
     for (unsigned spins = 0;; spins++) {
-        uint32_t v = atomic_load_explicit(&r->private_holds[s], memory_order_relaxed);
-        if (!(v & LOCKED) && atomic_compare_exchange_weak_explicit(&r->private_holds[s], &v, v | LOCKED,
-                                                                   memory_order_acquire, memory_order_relaxed))
+        uint32_t v = atomic_load_explicit(word, memory_order_relaxed);
+        if (!(v & LOCKED) &&
+            atomic_compare_exchange_weak_explicit(word, &v, v | LOCKED, memory_order_acquire, memory_order_relaxed))
             return v;
         if (spins % 64 == 63)
             plat_relax(); /* the thread inside may have lost its core */
@@ -49,8 +50,16 @@ static uint32_t hold_lock(smoe_ring *r, uint32_t s) {
     }
 }
 
+static void word_unlock(_Atomic uint32_t *word, uint32_t n) {
+    atomic_store_explicit(word, n, memory_order_release);
+}
+
+static uint32_t hold_lock(smoe_ring *r, uint32_t s) {
+    return word_lock(&r->private_holds[s]);
+}
+
 static void hold_unlock(smoe_ring *r, uint32_t s, uint32_t held) {
-    atomic_store_explicit(&r->private_holds[s], held, memory_order_release);
+    word_unlock(&r->private_holds[s], held);
 }
 
 /* --- state of the ring and of this handle ----------------------------------------------------------- */
@@ -88,9 +97,11 @@ static int demand_check(const smoe_ring *r, smoe_error *e) {
 static int timed_out(const smoe_ring *r, smoe_error *e, uint32_t s, uint32_t expert, uint64_t limit_ms) {
     bool served = plat_lock_query(r->lock_fd, SMOE_ID_SUPERVISOR) != 0;
     int code = fail(e, served ? SMOE_ETIMEOUT : SMOE_ENOSUPERVISOR, "wait", ETIMEDOUT, limit_ms, 0);
-    if (e && s < r->n_slots) {
+    if (e) {
         e->layer = r->experts[expert].layer;
         e->expert = r->experts[expert].expert;
+    }
+    if (e && s < r->n_slots) {
         e->got = WORD_STATE(slot_word(r, s));
         e->offset = WORD_WORKER(slot_word(r, s));
     }
@@ -111,6 +122,7 @@ static uint64_t reserved_total(const smoe_ring *r) {
 void space_freed(smoe_ring *r) {
     if (atomic_load_explicit(&r->hot->space_wanted, memory_order_seq_cst) &&
         atomic_exchange_explicit(&r->hot->space_wanted, 0, memory_order_seq_cst)) {
+        FAILPOINT("space.flag_cleared");
         atomic_fetch_add_explicit(&r->hot->space, 1, memory_order_seq_cst);
         plat_wake(&r->hot->space, 0);
     }
@@ -119,16 +131,21 @@ void space_freed(smoe_ring *r) {
 static void unreserve(smoe_ring *r, uint32_t n) {
     if (n == 0)
         return;
+    if (atomic_load_explicit(&r->participants[r->id].generation, memory_order_acquire) != r->generation)
+        return; /* the lease was lost, and the reservation with it: what stands there is another's */
     atomic_fetch_sub_explicit(&r->reservations[r->id], n, memory_order_seq_cst);
+    FAILPOINT("unreserve.word");
     space_freed(r);
 }
 
 static bool reserve_try(smoe_ring *r, uint32_t n) {
     atomic_fetch_add_explicit(&r->reservations[r->id], n, memory_order_seq_cst);
+    FAILPOINT("reserve.added");
     if (reserved_total(r) <= r->n_slots)
         return true;
     /* No wake: this gives nothing back that was there for others before. */
     atomic_fetch_sub_explicit(&r->reservations[r->id], n, memory_order_seq_cst);
+    FAILPOINT("reserve.undone");
     return false;
 }
 
@@ -156,49 +173,53 @@ static int space_nap(smoe_ring *r, uint32_t seen, unsigned tries, uint64_t deadl
     return plat_wait(&r->hot->space, seen, nap);
 }
 
-/* A time limit whose end is worked out when somebody first has to wait: a hit asks no clock. */
+/* A time limit.  When it began is asked of the clock when somebody first has to wait: a hit asks none.  A
+ * call that was interrupted goes on in the next one from where it began: the error record carries that. */
 struct limit {
-    int64_t ms;  /* below zero: the ring's read deadline */
-    uint64_t at; /* 0: not worked out yet */
+    int64_t ms;     /* below zero: the ring's read deadline */
+    uint64_t began; /* 0: not asked yet */
 };
 
-static uint64_t deadline_of(const smoe_ring *r, struct limit *l) {
-    if (l->at == 0) {
-        uint64_t ms = l->ms < 0 ? r->header->read_deadline_ms : (uint64_t)l->ms;
-        l->at = plat_now_ns() + (ms > 1000000000000ull ? 1000000000000ull : ms) * 1000000u;
-    }
-    return l->at;
+static struct limit limit_of(const smoe_ring *r, int64_t ms, smoe_error *e) {
+    struct limit l = {.ms = ms, .began = r->interruptible && e && e->code == -EINTR ? e->began_ns : 0};
+    if (e)
+        e->code = 0;
+    return l;
 }
 
-/* Reserve n slots at once or not at all. */
-static int reserve(smoe_ring *r, uint32_t n, struct limit *limit, smoe_error *e) {
-    if (n > r->n_slots)
-        return fail(e, SMOE_ETOOLARGE, "reserve", 0, n, r->n_slots);
-    if (reserve_try(r, n))
+static uint64_t limit_began(struct limit *l) {
+    if (l->began == 0)
+        l->began = plat_now_ns();
+    return l->began;
+}
+
+static uint64_t limit_end(const smoe_ring *r, struct limit *l) {
+    uint64_t ms = l->ms < 0 ? r->header->read_deadline_ms : (uint64_t)l->ms;
+    return limit_began(l) + (ms > 1000000000000ull ? 1000000000000ull : ms) * 1000000u;
+}
+
+/* A nap has ended, by a signal or by itself, and there is no result yet.  For a caller that has signals to
+ * look after this is the moment to return; a signal that came just before a nap began is not lost so. */
+static int interrupted(const smoe_ring *r, struct limit *l, const char *where, smoe_error *e) {
+    if (!r->interruptible)
         return 0;
-    count(r, SMOE_C_BUSY_WAITS, 1);
-    uint64_t deadline = deadline_of(r, limit);
-    for (unsigned tries = 0;; tries++) {
-        uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
-        atomic_store_explicit(&r->hot->space_wanted, 1, memory_order_seq_cst);
-        if (reserve_try(r, n))
-            return 0;
-        int rc = demand_check(r, e);
-        if (rc)
-            return rc;
-        if (plat_now_ns() >= deadline)
-            return busy(r, e, n);
-        if (space_nap(r, seen, tries, deadline) == -EINTR)
-            return fail(e, -EINTR, "reserve", EINTR, 0, 0);
-    }
+    int code = fail(e, -EINTR, where, EINTR, 0, 0);
+    if (e)
+        e->began_ns = l->began;
+    return code;
 }
 
 /* --- acquire ---------------------------------------------------------------------------------------- */
 
 int64_t smoe_expert_index(const smoe_ring *r, int64_t layer, int64_t expert) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
     if (layer < 0 || expert < 0 || layer >= r->grid_layers || expert >= r->grid_experts)
         return SMOE_EID;
-    uint32_t cell = r->grid[(uint64_t)layer * r->grid_experts + (uint64_t)expert]; /* index + 1 */
+    uint64_t at = (uint64_t)layer * r->grid_experts + (uint64_t)expert;
+    if (at - r->grid_first < r->grid_run)
+        return (int64_t)(at - r->grid_first);
+    uint32_t cell = r->grid[at]; /* index + 1 */
     return cell - 1 < r->n_experts ? (int64_t)cell - 1 : SMOE_EID;
 }
 
@@ -216,11 +237,13 @@ static int unheld_queued(const smoe_ring *r, uint64_t *word) {
 static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
     if (WORD_STATE(before) == SMOE_EMPTY) {
         hint_not_empty(r, s);
+        FAILPOINT("take.hint_cleared");
         return;
     }
     uint32_t named = s + 1;
     atomic_compare_exchange_strong_explicit(&r->homes[WORD_EXPERT(before)], &named, 0, memory_order_relaxed,
                                             memory_order_relaxed);
+    FAILPOINT("take.victim_home_cleared");
     if (word_resident(before)) {
         count(r, SMOE_C_EVICTIONS, 1);
         if (before & WORD_SPECULATIVE)
@@ -261,10 +284,13 @@ static int take_slot(smoe_ring *r, uint32_t expert, struct limit *limit, smoe_er
         int rc = demand_check(r, e);
         if (rc)
             return rc;
-        if (plat_now_ns() >= deadline_of(r, limit))
-            return timed_out(r, e, r->n_slots, expert, 0);
-        if (space_nap(r, seen, tries, deadline_of(r, limit)) == -EINTR)
-            return fail(e, -EINTR, "take a slot", EINTR, 0, 0);
+        uint64_t end = limit_end(r, limit), now = plat_now_ns();
+        if (now >= end)
+            return timed_out(r, e, r->n_slots, expert, (now - limit->began) / 1000000u);
+        space_nap(r, seen, tries, end);
+        rc = interrupted(r, limit, "take a slot", e);
+        if (rc)
+            return rc;
     }
 }
 
@@ -287,15 +313,21 @@ static void count_popularity(smoe_ring *r, uint32_t expert) {
         atomic_fetch_add_explicit(n, 1, memory_order_relaxed);
 }
 
-/* Join the expert's home, if it is one.  True: *hold is set. */
-static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, smoe_hold *hold, uint32_t *pushed) {
+/* Join the expert's home, if it is one.  True: *hold is set.  held_only: only if this process holds it
+ * already, which needs no reservation; otherwise the caller has one. */
+static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, bool held_only, smoe_hold *hold, uint32_t *pushed) {
     uint64_t before;
     uint32_t held = hold_lock(r, s);
+    if (held_only && !held) {
+        hold_unlock(r, s, held);
+        return false;
+    }
     enum slot_join j = slot_join(r, s, expert, r->bit, &before);
+    FAILPOINT("join.word");
     hold_unlock(r, s, j == JOIN_NO ? held : held + 1);
     if (j == JOIN_NO)
         return false;
-    if (held)
+    if (held && !held_only)
         unreserve(r, 1); /* the slot is covered already */
     lru_stamp(r, s);
     set_hold(hold, expert, s, j == JOIN_HIT);
@@ -307,12 +339,16 @@ static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, smoe_hold *hold
             count(r, SMOE_C_GUESS_HITS, 1);
         break;
     case JOIN_PROMOTED:
+        FAILPOINT("promote.word");
         count(r, SMOE_C_PROMOTED, 1);
         guess_clear(r, s);
+        FAILPOINT("promote.guess_cleared");
         if (WORD_STATE(before) == SMOE_QUEUED)
             queue_demand(r, s, pushed); /* the guess's own entry is skipped when it is popped */
+        FAILPOINT("promote.pushed");
         break;
     case JOIN_RETRY:
+        FAILPOINT("retry.word");
         count(r, SMOE_C_MISSES, 1);
         queue_demand(r, s, pushed);
         break;
@@ -326,7 +362,7 @@ static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct li
                        smoe_error *e) {
     for (;;) {
         uint32_t home = atomic_load_explicit(&r->homes[expert], memory_order_relaxed);
-        if (home - 1 < r->n_slots && join_home(r, expert, home - 1, hold, pushed))
+        if (home - 1 < r->n_slots && join_home(r, expert, home - 1, false, hold, pushed))
             return 0;
         int taken_slot = take_slot(r, expert, limit, e);
         if (taken_slot < 0)
@@ -340,6 +376,7 @@ static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct li
              * taken; has anyone joined it, it stays: two slots with one expert are harmless, an emptied
              * slot under a joiner is not. */
             uint32_t held = hold_lock(r, s);
+            FAILPOINT("home.lost");
             bool back = held == 1 && slot_give_back(r, s, expert, 0, r->bit);
             hold_unlock(r, s, back ? 0 : held);
             if (back) {
@@ -347,10 +384,12 @@ static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct li
                 continue;
             }
         }
+        FAILPOINT("home.set");
         lru_stamp(r, s);
         count(r, SMOE_C_MISSES, 1);
         set_hold(hold, expert, s, false);
         queue_demand(r, s, pushed);
+        FAILPOINT("acquire.pushed");
         return 0;
     }
 }
@@ -374,8 +413,110 @@ static int resolve(const smoe_ring *r, int64_t layer, const int64_t *experts, ui
     return 0;
 }
 
+/* Does this process hold the expert already?  A hint: another thread may let it go. */
+static bool seems_held(const smoe_ring *r, uint32_t expert) {
+    uint32_t s = atomic_load_explicit(&r->homes[expert], memory_order_relaxed) - 1;
+    if (s >= r->n_slots || !(atomic_load_explicit(&r->private_holds[s], memory_order_relaxed) & ~LOCKED))
+        return false;
+    uint64_t w = slot_word(r, s); /* a home may be stale */
+    return WORD_STATE(w) != SMOE_EMPTY && WORD_EXPERT(w) == expert;
+}
+
+/* Hold once more what this process holds already.  Returns how many of the batch. */
+static uint32_t hold_held(smoe_ring *r, smoe_hold *holds, uint32_t n) {
+    uint32_t got = 0, pushed = 0;
+    for (uint32_t i = 0; i < n; i++)
+        if (seems_held(r, holds[i].expert_index)) {
+            uint32_t home = atomic_load_explicit(&r->homes[holds[i].expert_index], memory_order_relaxed);
+            got += home - 1 < r->n_slots && join_home(r, holds[i].expert_index, home - 1, true, &holds[i], &pushed);
+        }
+    if (pushed)
+        doorbell_ring(r, (int)pushed);
+    return got;
+}
+
+/* Reserve what the batch needs, at once or not at all: then nothing of the batch is held.  What this process
+ * holds already needs no reservation, so that asking for it again works in a full ring. */
+static bool reserve_batch(smoe_ring *r, smoe_hold *holds, uint32_t n) {
+    uint32_t held = 0;
+    for (uint32_t i = 0; i < n; i++)
+        held += seems_held(r, holds[i].expert_index);
+    if (held < n && !reserve_try(r, n - held))
+        return false;
+    if (held == 0 || hold_held(r, holds, n) == held)
+        return true;
+    unreserve(r, n - held); /* another thread let one go meanwhile */
+    smoe_release(r, holds, n);
+    return false;
+}
+
+static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
+    if (reserve_batch(r, holds, n))
+        return 0;
+    if (limit->began == 0)
+        count(r, SMOE_C_BUSY_WAITS, 1);
+    uint64_t end = limit_end(r, limit);
+    for (unsigned tries = 0;; tries++) {
+        uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
+        atomic_store_explicit(&r->hot->space_wanted, 1, memory_order_seq_cst);
+        FAILPOINT("reserve.wanted");
+        if (reserve_batch(r, holds, n))
+            return 0;
+        int rc = demand_check(r, e);
+        if (rc)
+            return rc;
+        if (plat_now_ns() >= end)
+            return busy(r, e, n);
+        space_nap(r, seen, tries, end);
+        rc = interrupted(r, limit, "reserve", e);
+        if (rc)
+            return rc;
+    }
+}
+
+/* Acquire those of the batch that are not held yet; all of them are reserved. */
+static int acquire_rest(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
+    uint32_t pushed = 0, left = 0;
+    int hits = 0, rc = 0;
+    for (uint32_t i = 0; i < n; i++)
+        left += holds[i].status == SMOE_HOLD_NONE;
+    for (uint32_t i = 0; i < n && rc == 0; i++) {
+        if (holds[i].status == SMOE_HOLD_NONE) {
+            rc = acquire_one(r, holds[i].expert_index, &holds[i], limit, &pushed, e);
+            left -= rc == 0;
+        }
+        hits += rc == 0 && holds[i].hit;
+    }
+    if (rc) {
+        unreserve(r, left);
+        smoe_release(r, holds, n);
+    }
+    if (pushed)
+        doorbell_ring(r, (int)pushed);
+    return rc ? rc : hits;
+}
+
+/* Ask for the lines that a hit will write, all at once: each is written by an atomic operation, which waits
+ * for its line and lets nothing pass, so that in a large ring their misses would add up. */
+static void prefetch(const smoe_ring *r, const smoe_hold *holds, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        __builtin_prefetch((const void *)&r->homes[holds[i].expert_index]);
+        __builtin_prefetch((const void *)&r->histogram[holds[i].expert_index], 1);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t s = atomic_load_explicit(&r->homes[holds[i].expert_index], memory_order_relaxed) - 1;
+        if (s < r->n_slots) {
+            __builtin_prefetch((const void *)&r->words[s], 1);
+            __builtin_prefetch((const void *)&r->private_holds[s], 1);
+            __builtin_prefetch((const void *)&r->ticks[s], 1);
+        }
+    }
+}
+
 static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, bool wait,
-                   int64_t timeout_ms, smoe_error *e) {
+                   struct limit *limit, smoe_error *e) {
+    for (uint32_t i = 0; i < n; i++)
+        holds[i].status = SMOE_HOLD_NONE;
     int rc = demand_check(r, e);
     if (rc)
         return rc;
@@ -383,42 +524,28 @@ static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
         return fail(e, -EPERM, "only clients hold slots", EPERM, 0, 0);
     if (n > r->n_slots)
         return fail(e, SMOE_ETOOLARGE, "reserve", 0, n, r->n_slots);
-    for (uint32_t i = 0; i < n; i++)
-        holds[i].status = SMOE_HOLD_NONE;
     rc = resolve(r, layer, experts, n, holds, e);
     if (rc || n == 0)
         return rc;
-    struct limit limit = {.ms = timeout_ms, .at = 0};
+    if (n > 1)
+        prefetch(r, holds, n);
     if (wait)
-        rc = reserve(r, n, &limit, e);
+        rc = reserve(r, holds, n, limit, e);
     else
-        rc = reserve_try(r, n) ? 0 : busy(r, e, n);
-    if (rc)
-        return rc;
-    uint32_t pushed = 0;
-    int hits = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        rc = acquire_one(r, holds[i].expert_index, &holds[i], &limit, &pushed, e);
-        if (rc) {
-            unreserve(r, n - i);
-            smoe_release(r, holds, i);
-            break;
-        }
-        hits += (int)holds[i].hit;
-    }
-    if (pushed)
-        doorbell_ring(r, (int)pushed);
-    return rc ? rc : hits;
+        rc = reserve_batch(r, holds, n) ? 0 : busy(r, e, n);
+    return rc ? rc : acquire_rest(r, holds, n, limit, e);
 }
 
 int smoe_acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int64_t timeout_ms,
                  smoe_error *e) {
-    return acquire(r, layer, experts, n, holds, true, timeout_ms, e);
+    struct limit limit = limit_of(r, timeout_ms, e);
+    return acquire(r, layer, experts, n, holds, true, &limit, e);
 }
 
 int smoe_acquire_nowait(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
                         smoe_error *e) {
-    return acquire(r, layer, experts, n, holds, false, -1, e);
+    struct limit limit = limit_of(r, -1, e);
+    return acquire(r, layer, experts, n, holds, false, &limit, e);
 }
 
 int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *hold, smoe_error *e) {
@@ -432,14 +559,19 @@ int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *
     if (index < 0)
         return fail(e, SMOE_EID, "no such expert", 0, (uint64_t)expert, 0);
     uint32_t home = atomic_load_explicit(&r->homes[index], memory_order_relaxed);
-    if (home - 1 >= r->n_slots || !reserve_try(r, 1))
+    if (home - 1 >= r->n_slots)
         return 0;
     uint32_t s = home - 1;
     uint64_t before;
     uint32_t held = hold_lock(r, s);
+    if (!held && !reserve_try(r, 1)) {
+        hold_unlock(r, s, held);
+        return 0;
+    }
     bool ok = slot_claim(r, s, (uint32_t)index, r->bit, &before);
+    FAILPOINT("claim.word");
     hold_unlock(r, s, ok ? held + 1 : held);
-    if (!ok || held)
+    if (!ok && !held)
         unreserve(r, 1);
     if (!ok)
         return 0;
@@ -460,6 +592,7 @@ static void release_one(smoe_ring *r, smoe_hold *h) {
     uint32_t held = hold_lock(r, s);
     if (held == 1)
         slot_drop(r, s, r->bit);
+    FAILPOINT("release.word");
     hold_unlock(r, s, held ? held - 1 : 0);
     if (held == 1)
         unreserve(r, 1);
@@ -499,16 +632,11 @@ int smoe_hold_again(smoe_ring *r, const smoe_hold *hold, smoe_hold *again) {
 
 /* The error of a FAILED slot, if it is still that when the record has been read. */
 static bool read_error(smoe_ring *r, uint32_t s, uint32_t expert, smoe_error *e) {
-    const struct smoe_slot *slot = &r->slots[s];
     smoe_error seen;
-    fail(&seen, SMOE_EREAD, "read", slot->error, slot->error_wanted, slot->error_got);
-    seen.file = slot->error_file;
-    seen.offset = slot->error_offset;
+    if (!slot_error(r, s, &seen) || WORD_STATE(slot_word(r, s)) != SMOE_FAILED)
+        return false; /* somebody has demanded it anew: there will be another answer */
     seen.layer = r->experts[expert].layer;
     seen.expert = r->experts[expert].expert;
-    atomic_thread_fence(memory_order_acquire);
-    if (WORD_STATE(slot_word(r, s)) != SMOE_FAILED)
-        return false; /* somebody has demanded it anew: there will be another answer */
     if (e)
         *e = seen;
     return true;
@@ -575,68 +703,77 @@ static int after_slice(smoe_ring *r, smoe_hold *h, uint64_t began, uint64_t dead
     return 0;
 }
 
-static uint64_t slice(uint64_t deadline) {
-    uint64_t now = plat_now_ns();
-    return now >= deadline ? 1 : deadline - now < SLICE_NS ? deadline - now : SLICE_NS;
+/* The end of a wait's time limit.  One below zero is none of the caller's own: the ring's read deadline
+ * then decides, and that counts from the last sign of progress. */
+static uint64_t wait_end(struct limit *l) {
+    uint64_t began = limit_began(l);
+    return l->ms < 0 || l->ms > 1000000000000ll ? UINT64_MAX : began + (uint64_t)l->ms * 1000000u;
 }
 
-/* Returns 0 when resident. */
-static int wait_one(smoe_ring *r, smoe_hold *h, uint64_t began, uint64_t deadline, smoe_error *e) {
-    int rc = look(r, h, e);
-    if (rc)
-        return rc < 0 ? rc : 0;
-    uint64_t spin_until = began + r->spin_ns;
+static uint64_t slice(uint64_t end) {
+    uint64_t now = plat_now_ns();
+    return now >= end ? 1 : end - now < SLICE_NS ? end - now : SLICE_NS;
+}
+
+static bool spin(smoe_ring *r, smoe_hold *h, uint64_t until, int *rc, smoe_error *e) {
     do {
         for (int i = 0; i < 16; i++)
             cpu_relax();
-        rc = look(r, h, e);
-        if (rc)
-            return rc < 0 ? rc : 0;
-    } while (plat_now_ns() < spin_until);
+        *rc = look(r, h, e);
+        if (*rc)
+            return true;
+    } while (plat_now_ns() < until);
+    return false;
+}
+
+/* Returns 0 when resident. */
+static int wait_one(smoe_ring *r, smoe_hold *h, struct limit *limit, smoe_error *e) {
+    uint64_t began = limit_began(limit), end = wait_end(limit);
+    int rc = look(r, h, e);
+    if (rc || spin(r, h, began + r->spin_ns, &rc, e))
+        return rc < 0 ? rc : 0;
     for (;;) {
         uint32_t low = (uint32_t)slot_word(r, h->slot);
         rc = look(r, h, e);
         if (rc)
             return rc < 0 ? rc : 0;
-        int woken = plat_wait(slot_futex(r, h->slot), low, slice(deadline));
-        if (woken == -EINTR)
-            return fail(e, -EINTR, "wait", EINTR, 0, 0);
+        (void)plat_wait(slot_futex(r, h->slot), low, slice(end));
         rc = look(r, h, e);
         if (rc)
             return rc < 0 ? rc : 0;
-        rc = after_slice(r, h, began, deadline, e);
+        rc = after_slice(r, h, began, end, e);
+        if (rc == 0)
+            rc = interrupted(r, limit, "wait", e);
         if (rc)
             return rc;
     }
 }
 
-/* A time limit below zero means none of the caller's own: the ring's read deadline then decides. */
-static uint64_t wait_deadline(int64_t timeout_ms, uint64_t now) {
-    if (timeout_ms < 0 || timeout_ms > 1000000000000ll)
-        return UINT64_MAX;
-    return now + (uint64_t)timeout_ms * 1000000u;
+static void count_wait(smoe_ring *r, uint64_t entered, bool first) {
+    count(r, SMOE_C_WAITS, first);
+    count(r, SMOE_C_WAIT_NS, plat_now_ns() - entered);
 }
 
-static int wait_all(smoe_ring *r, smoe_hold *holds, uint32_t n, uint64_t deadline, smoe_error *e) {
-    uint64_t began = 0;
+static int wait_all(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
+    uint64_t entered = 0;
+    bool first = limit->began == 0;
     int rc = 0;
     for (uint32_t i = 0; i < n && rc == 0; i++) {
         if (holds[i].status != SMOE_HOLD_LOADING)
             continue;
-        if (began == 0)
-            began = plat_now_ns();
-        rc = wait_one(r, &holds[i], began, deadline, e);
+        if (entered == 0)
+            entered = plat_now_ns();
+        rc = wait_one(r, &holds[i], limit, e);
     }
-    if (began) {
-        count(r, SMOE_C_WAITS, 1);
-        count(r, SMOE_C_WAIT_NS, plat_now_ns() - began);
-    }
+    if (entered)
+        count_wait(r, entered, first);
     return rc;
 }
 
 int smoe_wait(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *e) {
+    struct limit limit = limit_of(r, timeout_ms, e);
     int rc = ring_check(r, e);
-    return rc ? rc : wait_all(r, holds, n, wait_deadline(timeout_ms, plat_now_ns()), e);
+    return rc ? rc : wait_all(r, holds, n, &limit, e);
 }
 
 /* One look at every hold that is loading.  Index of one that landed, -1: none, or an error. */
@@ -655,35 +792,45 @@ static int look_any(smoe_ring *r, smoe_hold *holds, uint32_t n, bool *loading, i
     return 0;
 }
 
+/* A slice ended without news: everything that can have gone wrong with any of them. */
+static int after_slice_any(smoe_ring *r, smoe_hold *holds, uint32_t n, uint64_t began, uint64_t end, int *index,
+                           smoe_error *e) {
+    int rc = 0;
+    for (uint32_t i = 0; i < n && rc == 0; i++)
+        if (holds[i].status == SMOE_HOLD_LOADING) {
+            rc = after_slice(r, &holds[i], began, end, e);
+            *index = (int)i;
+        }
+    return rc;
+}
+
 int smoe_wait_any(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *e) {
+    struct limit limit = limit_of(r, timeout_ms, e);
+    bool first = limit.began == 0, loading;
     int rc = ring_check(r, e), index = -1;
     if (rc)
         return rc;
-    bool loading;
-    uint64_t began = plat_now_ns(), deadline = wait_deadline(timeout_ms, began);
+    uint64_t began = limit_began(&limit), end = wait_end(&limit), entered = plat_now_ns();
     _Atomic uint32_t *bell = &r->participants[r->id].landed;
     for (;;) {
         uint32_t seen = atomic_load_explicit(bell, memory_order_acquire); /* B2, before the words */
         rc = look_any(r, holds, n, &loading, &index, e);
         if (rc || !loading)
             break;
-        if (plat_now_ns() - began < r->spin_ns) {
+        if (plat_now_ns() - entered < r->spin_ns) {
             cpu_relax();
             continue;
         }
-        if (plat_wait(bell, seen, slice(deadline)) == -EINTR)
-            return fail(e, -EINTR, "wait", EINTR, 0, 0);
+        (void)plat_wait(bell, seen, slice(end));
         rc = look_any(r, holds, n, &loading, &index, e);
-        for (uint32_t i = 0; i < n && rc == 0; i++)
-            if (holds[i].status == SMOE_HOLD_LOADING) {
-                rc = after_slice(r, &holds[i], began, deadline, e);
-                index = (int)i;
-            }
+        if (rc == 0)
+            rc = after_slice_any(r, holds, n, began, end, &index, e);
+        if (rc == 0)
+            rc = interrupted(r, &limit, "wait", e);
         if (rc)
             break;
     }
-    count(r, SMOE_C_WAITS, 1);
-    count(r, SMOE_C_WAIT_NS, plat_now_ns() - began);
+    count_wait(r, entered, first);
     if (rc == 0)
         return fail(e, -ENOENT, "nothing is loading", ENOENT, 0, 0);
     return rc > 0 ? index : rc;
@@ -691,10 +838,11 @@ int smoe_wait_any(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms
 
 int smoe_fetch(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int64_t timeout_ms,
                smoe_error *e) {
-    int hits = acquire(r, layer, experts, n, holds, true, timeout_ms, e);
+    struct limit limit = limit_of(r, timeout_ms, e);
+    int hits = acquire(r, layer, experts, n, holds, true, &limit, e);
     if (hits < 0 || hits == (int)n)
         return hits;
-    int rc = wait_all(r, holds, n, wait_deadline(timeout_ms, plat_now_ns()), e);
+    int rc = wait_all(r, holds, n, &limit, e);
     if (rc == -EINTR)
         return rc;
     if (rc < 0) {
@@ -710,6 +858,7 @@ int smoe_fetch(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, 
 static void take_back_guess(smoe_ring *r, uint32_t s, uint32_t expert) {
     if (slot_give_back(r, s, expert, WORD_SPECULATIVE, 0)) {
         hint_empty(r, s);
+        FAILPOINT("giveback.hinted");
         guess_clear(r, s);
     }
 }
@@ -730,15 +879,16 @@ static int guess_one(smoe_ring *r, uint32_t expert) {
         if (found < 0 || !guess_admit(r, (uint32_t)found))
             return -1;
         uint32_t s = (uint32_t)found;
+        FAILPOINT("guess.admitted");
         if (!slot_take(r, s, word, expert, WORD_SPECULATIVE, 0)) {
             guess_clear(r, s);
             continue;
         }
+        FAILPOINT("guess.word");
         guess_mark(r, s); /* a cleaner may have cleared the bit before the word said so */
+        FAILPOINT("guess.marked");
         taken(r, s, word);
-        /* Admitted guesses that were not guesses yet may have lost their bits to a cleaner: counted once
-         * more now that this one is one. */
-        if (guess_count(r) > r->guess_limit) {
+        if (guess_over(r)) { /* counted once more, now that this one is one */
             take_back_guess(r, s, expert);
             return -1;
         }
@@ -749,10 +899,12 @@ static int guess_one(smoe_ring *r, uint32_t expert) {
             take_back_guess(r, s, expert);
             return 0;
         }
+        FAILPOINT("guess.home_set");
         if (!queue_push(speculative_queue(r), s)) {
             take_back_guess(r, s, expert);
             return -1;
         }
+        FAILPOINT("guess.pushed");
         return 1;
     }
     return -1;
@@ -781,6 +933,90 @@ int smoe_speculate(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
     return queued;
 }
 
+void smoe_set_interruptible(smoe_ring *r, int on) {
+    r->interruptible = on;
+}
+
 void smoe_set_spin_us(smoe_ring *r, uint32_t spin_us) {
     r->spin_ns = (uint64_t)spin_us * 1000u;
+}
+
+/* --- busy, and the prewarm process's words ------------------------------------------------------------- */
+
+void prewarm_ring(smoe_ring *r) {
+    atomic_fetch_add_explicit(&r->hot->prewarm_bell, 1, memory_order_seq_cst);
+    plat_wake(&r->hot->prewarm_bell, 0);
+}
+
+int smoe_busy(smoe_ring *r, int on) {
+    /* Not ring_check: also the end of a request on a ring that is gone must be counted. */
+    int rc = usable(r, NULL);
+    if (rc || r->id >= SMOE_CLIENTS)
+        return rc ? rc : -EPERM;
+    uint32_t held = word_lock(&r->busy_holds);
+    if (on ? held == 0 : held == 1) {
+        if (on)
+            atomic_fetch_or_explicit(&r->hot->busy, 1u << r->id, memory_order_seq_cst);
+        else
+            atomic_fetch_and_explicit(&r->hot->busy, ~(1u << r->id), memory_order_seq_cst);
+        FAILPOINT("busy.word");
+        prewarm_ring(r);
+    }
+    held = on ? held + 1 : held ? held - 1 : 0;
+    word_unlock(&r->busy_holds, held);
+    return (int)held;
+}
+
+uint32_t smoe_busy_clients(const smoe_ring *r) {
+    if (r->fork_generation != fork_generation())
+        return 0;
+    return atomic_load_explicit(&r->hot->busy, memory_order_seq_cst);
+}
+
+static _Atomic uint32_t *prewarm_word(const smoe_ring *r, int which) {
+    switch (which) {
+    case SMOE_PREWARM_BELL:
+        return &r->hot->prewarm_bell;
+    case SMOE_PREWARM_PAUSE:
+        return &r->hot->prewarm_paused;
+    case SMOE_PREWARM_TRICKLE_US:
+        return &r->hot->prewarm_trickle_us;
+    case SMOE_PREWARM_RUN:
+        return &r->hot->prewarm_runs;
+    case SMOE_PREWARM_STATE:
+        return &r->hot->prewarm_state;
+    case SMOE_PREWARM_DONE:
+        return &r->hot->prewarm_done;
+    case SMOE_PREWARM_GOAL:
+        return &r->hot->prewarm_goal;
+    default:
+        return NULL;
+    }
+}
+
+int64_t smoe_prewarm_get(const smoe_ring *r, int which) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    _Atomic uint32_t *word = prewarm_word(r, which);
+    return word ? (int64_t)atomic_load_explicit(word, memory_order_seq_cst) : -EINVAL;
+}
+
+int smoe_prewarm_set(smoe_ring *r, int which, uint32_t value) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    _Atomic uint32_t *word = prewarm_word(r, which);
+    if (!word || which == SMOE_PREWARM_BELL)
+        return -EINVAL;
+    if (which == SMOE_PREWARM_RUN)
+        atomic_fetch_add_explicit(word, 1, memory_order_seq_cst);
+    else
+        atomic_store_explicit(word, value, memory_order_seq_cst);
+    if (which < SMOE_PREWARM_STATE)
+        prewarm_ring(r);
+    return 0;
+}
+
+int smoe_prewarm_sleep(smoe_ring *r, uint32_t bell, uint32_t timeout_ms) {
+    int rc = ring_check(r, NULL);
+    return rc ? rc : plat_wait(&r->hot->prewarm_bell, bell, (uint64_t)timeout_ms * 1000000u);
 }

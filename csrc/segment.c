@@ -40,7 +40,10 @@ static int fail_errno(smoe_error *e, const char *call) {
 /* "/smoe.NAME" or "/smoe.NAME.d": at most 30 characters with the slash, macOS's limit. */
 int segment_name(char out[40], const char *name, bool data) {
     int n = snprintf(out, 40, "/smoe.%s%s", name, data ? ".d" : "");
-    return n > (data ? 30 : 28) || strchr(name, '/') ? -ENAMETOOLONG : n;
+    size_t length = strlen(name);
+    /* "x.d" would have the name of x's data segment. */
+    bool is_data = length >= 2 && strcmp(name + length - 2, ".d") == 0;
+    return n > (data ? 30 : 28) || is_data || strchr(name, '/') ? -ENAMETOOLONG : n;
 }
 
 /* --- layout --------------------------------------------------------------------------------------- */
@@ -162,6 +165,7 @@ static int lay_out(const smoe_geometry *g, struct smoe_header *h, smoe_error *e)
     REGION(off_speculative, (uint64_t)h->queue_capacity * sizeof(uint64_t));
     REGION(off_homes, (uint64_t)h->n_experts * sizeof(uint32_t));
     REGION(off_histogram, (uint64_t)h->n_experts * sizeof(uint32_t));
+    REGION(off_words, (uint64_t)h->n_slots * sizeof(uint64_t));
     REGION(off_slots, (uint64_t)h->n_slots * sizeof(struct smoe_slot));
     at = round_up(at, SMOE_PAGE_ALIGN);
     h->tables_offset = at;
@@ -208,6 +212,7 @@ static void bind_regions(smoe_ring *r, unsigned char *base, const struct smoe_he
     r->speculative_cells = (_Atomic uint64_t *)(base + h->off_speculative);
     r->homes = (_Atomic uint32_t *)(base + h->off_homes);
     r->histogram = (_Atomic uint32_t *)(base + h->off_histogram);
+    r->words = (_Atomic uint64_t *)(base + h->off_words);
     r->slots = (struct smoe_slot *)(base + h->off_slots);
     r->grid = (const uint32_t *)(base + h->off_grid);
     r->experts = (const struct smoe_expert_rec *)(base + h->off_experts);
@@ -385,7 +390,118 @@ out:
     return rc;
 }
 
+/* --- adopt ---------------------------------------------------------------------------------------- */
+
+static int differs(smoe_error *e, const char *what, uint64_t wanted, uint64_t got) {
+    return fail(e, SMOE_EDIFFERS, what, 0, wanted, got);
+}
+
+static int same_geometry(const struct smoe_header *own, const struct smoe_header *h, smoe_error *e) {
+    const struct {
+        const char *what;
+        uint64_t wanted, got;
+    } numbers[] = {
+        {"slots", own->n_slots, h->n_slots},
+        {"slot size", own->slot_bytes, h->slot_bytes},
+        {"experts", own->n_experts, h->n_experts},
+        {"files", own->n_files, h->n_files},
+        {"read alignment", own->read_align, h->read_align},
+        {"control segment size", own->control_bytes, h->control_bytes},
+    };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (numbers[i].wanted != numbers[i].got)
+            return differs(e, numbers[i].what, numbers[i].wanted, numbers[i].got);
+    size_t regions = offsetof(struct smoe_header, off_hot);
+    return memcmp((const char *)own + regions, (const char *)h + regions, sizeof *own - regions) == 0
+               ? 0
+               : differs(e, "region offsets", own->control_bytes, h->control_bytes);
+}
+
+/* The vault's identity (device, inode, size, mtime, header digest of every file) and the read plans. */
+static int same_tables(const smoe_ring *r, const smoe_tables *t, smoe_error *e) {
+    for (uint32_t i = 0; i < r->n_files; i++) {
+        const struct smoe_file_rec *own = (const struct smoe_file_rec *)t->files + i, *made = &r->files[i];
+        const char *what = own->dev != made->dev || own->ino != made->ino                 ? "a file's device or inode"
+                           : own->size != made->size                                      ? "a file's size"
+                           : own->mtime_ns != made->mtime_ns                              ? "a file's time of change"
+                           : memcmp(own->digest, made->digest, 16) != 0                   ? "a file's header"
+                           : strcmp(t->strings + own->path, r->strings + made->path) != 0 ? "a file's path"
+                                                                                          : NULL;
+        if (what)
+            return differs(e, what, i, i);
+    }
+    const struct {
+        const char *what;
+        const void *own, *made;
+        uint64_t bytes;
+    } runs[] = {
+        {"the experts' table", t->experts, r->experts, (uint64_t)r->n_experts * sizeof *r->experts},
+        {"the read plans", t->windows, r->windows, (uint64_t)r->n_windows * sizeof *r->windows},
+        {"the parts", t->parts, r->parts, (uint64_t)r->n_parts * sizeof *r->parts},
+        {"the moves", t->moves, r->moves, (uint64_t)r->n_moves * sizeof *r->moves},
+        {"the layouts", t->layouts, r->layouts, (uint64_t)r->n_layouts * sizeof *r->layouts},
+        {"the tensors", t->tensors, r->tensors, (uint64_t)r->n_tensors * sizeof *r->tensors},
+        {"the names", t->strings, r->strings, r->strings_bytes},
+    };
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++)
+        if (runs[i].bytes && memcmp(runs[i].own, runs[i].made, runs[i].bytes) != 0)
+            return differs(e, runs[i].what, 0, 0);
+    return 0;
+}
+
+/* States and numbers in range: what a scribbling client, or a bug, may have left. */
+static int sane_words(const smoe_ring *r, smoe_error *e) {
+    for (uint32_t s = 0; s < r->n_slots; s++) {
+        uint64_t w = slot_word(r, s);
+        if (WORD_STATE(w) >= SMOE_STATES || WORD_EXPERT(w) >= r->n_experts || (WORD_STATE(w) == SMOE_EMPTY && w != 0) ||
+            (WORD_STATE(w) == SMOE_READING && WORD_WORKER(w) >= SMOE_WORKERS))
+            return fail(e, SMOE_ECORRUPT, "a slot word", 0, s, w);
+    }
+    for (uint32_t i = 0; i < r->n_experts; i++)
+        if (atomic_load_explicit(&r->homes[i], memory_order_relaxed) > r->n_slots)
+            return fail(e, SMOE_ECORRUPT, "a home", 0, r->n_slots, r->homes[i]);
+    const struct queue queues[] = {demand_queue(r), speculative_queue(r)};
+    for (int q = 0; q < 2; q++)
+        if (queue_length(queues[q]) > r->queue_capacity)
+            return fail(e, SMOE_ECORRUPT, "a queue's positions", 0, r->queue_capacity, queue_length(queues[q]));
+    return 0;
+}
+
+int smoe_adoptable(smoe_ring *r, const smoe_geometry *geometry, const smoe_tables *tables, smoe_error *error) {
+    struct smoe_header own;
+    int rc = lay_out(geometry, &own, error);
+    if (rc == 0)
+        rc = same_geometry(&own, r->header, error);
+    if (rc == 0)
+        rc = same_tables(r, tables, error);
+    return rc ? rc : sane_words(r, error);
+}
+
+int smoe_set_settings(smoe_ring *r, const smoe_geometry *geometry) {
+    r->header->read_deadline_ms = geometry->read_deadline_ms;
+    r->header->top_k = geometry->top_k;
+    r->header->direct_required = geometry->direct_required;
+    r->header->speculation_ranks = geometry->speculation_ranks;
+    return 0;
+}
+
 /* --- looking at a segment by name ----------------------------------------------------------------- */
+
+/* A half-made segment of ours is empty or zero, and one that was cut short begins with our magic; anything
+ * else so small is somebody else's. */
+static bool may_be_ours(int fd, size_t bytes) {
+    if (bytes == 0)
+        return true;
+    unsigned char *page = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
+    if (page == MAP_FAILED)
+        return false;
+    const uint64_t magic = SMOE_MAGIC;
+    bool zero = true, ours = bytes >= sizeof magic && memcmp(page, &magic, sizeof magic) == 0;
+    for (size_t i = 0; zero && i < bytes; i++)
+        zero = page[i] == 0;
+    munmap(page, bytes);
+    return zero || ours;
+}
 
 /* Open the control segment and check all that can be checked before it is mapped whole.  Returns the
  * descriptor; *h is a copy of the header. */
@@ -402,7 +518,9 @@ static int open_control(const char *name, struct smoe_header *h, bool any_state,
     if (fstat(fd, &st) != 0)
         rc = fail_errno(e, "fstat");
     else if ((uint64_t)st.st_size < sizeof *h)
-        rc = fail(e, SMOE_ENOTLIVE, "segment size", 0, sizeof *h, (uint64_t)st.st_size);
+        rc = may_be_ours(fd, (size_t)st.st_size)
+                 ? fail(e, SMOE_ENOTLIVE, "segment size", 0, sizeof *h, (uint64_t)st.st_size)
+                 : fail(e, SMOE_EABI, "magic", 0, SMOE_MAGIC, 0);
     if (rc == 0) {
         void *page = mmap(NULL, sizeof *h, PROT_READ, MAP_SHARED, fd, 0);
         if (page == MAP_FAILED) {
@@ -492,6 +610,8 @@ int smoe_supervisor_lock(const char *name, smoe_error *error) {
     if (fd < 0)
         return fail(error, fd, "shm_open", -fd, 0, 0);
     int rc = plat_lock_try(fd, SMOE_ID_SUPERVISOR);
+    if (rc == 0 && !plat_lock_is_of(fd, path))
+        rc = -EAGAIN; /* the name was given to another ring between the opening and the locking */
     if (rc) {
         plat_lock_close(fd);
         return rc == -EAGAIN ? fail(error, SMOE_ETAKEN, "lock", EAGAIN, 0, 0) : fail(error, rc, "lock", -rc, 0, 0);
@@ -520,6 +640,18 @@ int smoe_peek(const char *name, int *alive, smoe_error *error) {
         return fd;
     close(fd);
     return (int)h.state;
+}
+
+int smoe_locks_held(const char *name) {
+    char path[40];
+    int rc = segment_name(path, name, false), held = 0;
+    int lock = rc < 0 ? rc : plat_lock_open(path);
+    if (lock < 0)
+        return lock;
+    for (uint32_t id = 0; id < SMOE_PARTICIPANTS; id++)
+        held += plat_lock_query(lock, id) == 1;
+    plat_lock_close(lock);
+    return held;
 }
 
 /* --- attach --------------------------------------------------------------------------------------- */
@@ -561,10 +693,14 @@ static int try_id(smoe_ring *r, uint32_t id) {
     if (rc)
         return rc;
     r->id = id;
+    bool used = atomic_load_explicit(&r->participants[id].generation, memory_order_acquire) & 1;
+    FAILPOINT("register.locked");
     if (id < SMOE_CLIENTS) {
         r->bit = HOLDER_BIT(id);
-        if (atomic_load_explicit(&r->participants[id].generation, memory_order_acquire) & 1)
+        if (used)
             recover_client(r, id);
+    } else if (id < SMOE_ID_SUPERVISOR && used) {
+        recover_worker(r, id - SMOE_ID_WORKER);
     }
     return 0;
 }
@@ -599,9 +735,11 @@ static void register_self(smoe_ring *r, const char *label) {
         memcpy(p->label, label, strnlen(label, sizeof p->label - 1));
     atomic_store_explicit(&p->read_started_ns, 0, memory_order_relaxed);
     atomic_store_explicit(&p->current_slot, 0, memory_order_relaxed);
+    FAILPOINT("register.filled");
     uint32_t g = atomic_load_explicit(&p->generation, memory_order_acquire);
     r->generation = (g | 1) + (g & 1 ? 2 : 0);
     atomic_store_explicit(&p->generation, r->generation, memory_order_release);
+    FAILPOINT("register.done");
 }
 
 static void unmap(smoe_ring *r) {
@@ -613,6 +751,15 @@ static void unmap(smoe_ring *r) {
         plat_lock_close(r->lock_fd);
     free((void *)r->private_holds);
     free(r);
+}
+
+/* In most vaults the grid's cells are the indices in order; then look-ups need not read it. */
+static void find_run(smoe_ring *r) {
+    uint64_t cells = (uint64_t)r->grid_layers * r->grid_experts;
+    while (r->grid_first < cells && r->grid[r->grid_first] != 1)
+        r->grid_first++;
+    while (r->grid_first + r->grid_run < cells && r->grid[r->grid_first + r->grid_run] == r->grid_run + 1)
+        r->grid_run++;
 }
 
 static int map_segments(smoe_ring *r, const char *name, smoe_error *e) {
@@ -644,6 +791,7 @@ static int map_segments(smoe_ring *r, const char *name, smoe_error *e) {
     if (data == MAP_FAILED)
         return fail_errno(e, "mmap of the data segment");
     r->data = data;
+    find_run(r);
     if (r->role == SMOE_ROLE_CLIENT)
         plat_prefault(r->data, h.data_bytes, 0);
     return 0;
@@ -704,15 +852,18 @@ void smoe_detach(smoe_ring *r) {
         }
     pthread_mutex_unlock(&handles_lock);
     if (r->id < SMOE_CLIENTS && atomic_load(&r->participants[r->id].generation) == r->generation)
-        recover_client(r, r->id);
+        leave_client(r, r->id);
     else if (r->id < SMOE_PARTICIPANTS && atomic_load(&r->participants[r->id].generation) == r->generation)
-        atomic_store_explicit(&r->participants[r->id].generation, r->generation + 1, memory_order_release);
+        free_entry(r, r->id);
+    FAILPOINT("detach.freed");
     unmap(r); /* the lock goes with its descriptor, last */
 }
 
 /* --- ending --------------------------------------------------------------------------------------- */
 
 int smoe_set_state(smoe_ring *r, int state) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
     atomic_store_explicit(&r->header->state, (uint32_t)state, memory_order_seq_cst);
     for (uint32_t s = 0; s < r->n_slots; s++)
         plat_wake(slot_futex(r, s), 0);
@@ -723,15 +874,45 @@ int smoe_set_state(smoe_ring *r, int state) {
     atomic_fetch_add_explicit(&r->hot->space, 1, memory_order_release);
     plat_wake(&r->hot->space, 0);
     doorbell_ring(r, 0);
+    prewarm_ring(r);
     return 0;
+}
+
+/* A ring that cannot be attached, of another ABI or damaged: its first 64 bytes mean what they always do,
+ * and whoever waits on it looks at the state at each slice. */
+static int bury_by_header(const char *name) {
+    char path[40];
+    struct stat st;
+    int rc = segment_name(path, name, false);
+    int fd = rc < 0 ? rc : shm_open(path, O_RDWR, 0);
+    if (fd < 0)
+        return rc < 0 ? rc : -errno;
+    struct smoe_header *h = MAP_FAILED;
+    if (fstat(fd, &st) == 0 && (uint64_t)st.st_size >= offsetof(struct smoe_header, control_bytes))
+        h = mmap(NULL, sizeof *h, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (h == MAP_FAILED)
+        return SMOE_ENOTLIVE;
+    rc = h->magic == SMOE_MAGIC ? 0 : SMOE_EABI;
+    if (rc == 0)
+        atomic_store_explicit(&h->state, SMOE_GONE, memory_order_seq_cst);
+    munmap(h, sizeof *h);
+    return rc;
 }
 
 int smoe_bury(const char *name) {
     smoe_ring *r;
-    int rc = smoe_attach(name, SMOE_ROLE_OBSERVER, 0, NULL, &r, NULL);
-    if (rc)
-        return rc;
+    if (smoe_attach(name, SMOE_ROLE_OBSERVER, 0, NULL, &r, NULL) != 0)
+        return bury_by_header(name);
     smoe_set_state(r, SMOE_GONE);
     smoe_detach(r);
     return 0;
+}
+
+int smoe_lock_pages(smoe_ring *r) {
+    return mlock(r->data, r->data_bytes) == 0 ? 0 : -errno;
+}
+
+uint64_t smoe_resident_bytes(smoe_ring *r) {
+    return plat_resident(r->data, r->data_bytes);
 }

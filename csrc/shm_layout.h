@@ -21,6 +21,7 @@
  *   │ spec. cells    u64 [capacity]              │
  *   │ homes          u32 [n_experts]             │
  *   │ histogram      u32 [n_experts]             │
+ *   │ words          u64 [n_slots]  slot words   │
  *   │ slots          smoe_slot [n_slots]         │
  *   ├────────────────────────────────────────────┤ tables_offset, a multiple of 64 KiB
  *   │ grid           u32 [grid_layers][grid_ex]  │         read-only
@@ -69,7 +70,19 @@ enum smoe_ring_state {
     SMOE_GONE = 3,     /* removed: attach anew */
 };
 
-/* The slot word: see slot.c for the transitions.
+/* What the prewarm process says of itself. */
+enum smoe_prewarm_state {
+    SMOE_PREWARM_NONE = 0, /* not running */
+    SMOE_PREWARM_IDLE = 1, /* its pass is done */
+    SMOE_PREWARM_RUNS = 2,
+    SMOE_PREWARM_BUSY = 3,   /* rests: a client serves a request */
+    SMOE_PREWARM_PAUSED = 4, /* rests: told to */
+    SMOE_PREWARM_SMALL = 5,  /* the ring leaves no room beside its headroom */
+};
+
+/* The slot word: see slot.c for the transitions.  The words lie densely: a line of its own for each was
+ * tried, and made hits in large rings three times as slow (their stride fills half of the cache's sets);
+ * ticks, which every hit writes as well, lie densely anyway.
  *    0-2 state   3 speculative   4-10 worker   11-31 expert index   32-63 holders  */
 enum smoe_state {
     SMOE_EMPTY = 0,
@@ -121,6 +134,8 @@ enum smoe_counter {
     SMOE_C_SHORT_READS, /* reads continued after fewer bytes than asked */
     SMOE_C_FAILED_READS,
     SMOE_C_FALLBACKS, /* direct reads refused, file switched to buffered */
+    /* supervisor */
+    SMOE_C_REQUEUED, /* reads taken up again after their worker's death */
     SMOE_COUNTERS
 };
 #define SMOE_COUNTER_ROW 32u
@@ -165,7 +180,7 @@ struct smoe_header {
     /* Region offsets from the segment's start. */
     uint64_t off_hot, off_reservations, off_participants, off_counters, off_file_modes;
     uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_demand, off_speculative;
-    uint64_t off_homes, off_histogram, off_slots;
+    uint64_t off_homes, off_histogram, off_words, off_slots;
     uint64_t tables_offset;
     uint64_t off_grid, off_experts, off_windows, off_parts, off_moves;
     uint64_t off_layouts, off_tensors, off_files, off_strings;
@@ -179,9 +194,17 @@ struct smoe_queue_pos {
 struct smoe_hot {
     _Alignas(SMOE_LINE) _Atomic uint64_t tick;
     _Alignas(SMOE_LINE) _Atomic uint32_t doorbell;  /* added to after each push; workers sleep on it */
+    _Atomic uint64_t sleepers[2];                   /* bit i: worker i sleeps on the doorbell, or was killed asleep */
     _Alignas(SMOE_LINE) _Atomic uint32_t space;     /* changed when a reservation or slot came free */
     _Atomic uint32_t space_wanted;                  /* 1: somebody sleeps on space (a stale 1 costs one wake) */
     _Alignas(SMOE_LINE) _Atomic uint64_t landed_ns; /* monotonic time of the last publication */
+    _Alignas(SMOE_LINE) _Atomic uint32_t busy;      /* bit i: client i serves a request; prewarm rests */
+    _Atomic uint32_t prewarm_bell;                  /* changed with busy and the settings below; prewarm sleeps on it */
+    _Atomic uint32_t prewarm_paused;                /* 1: told to rest by a person */
+    _Atomic uint32_t prewarm_trickle_us;            /* pause between two of its guesses */
+    _Atomic uint32_t prewarm_runs;                  /* changed to have it begin anew */
+    _Atomic uint32_t prewarm_state;                 /* what it does now: enum smoe_prewarm_state */
+    _Atomic uint32_t prewarm_done, prewarm_goal;    /* experts of the pass under way */
     struct smoe_queue_pos demand;
     struct smoe_queue_pos speculative;
 };
@@ -204,16 +227,15 @@ struct smoe_participant {
 };
 
 struct smoe_slot {
-    _Alignas(SMOE_LINE) _Atomic uint64_t word;
-    _Atomic uint64_t read_started_ns; /* of the READING under way */
-    _Atomic uint32_t kills;           /* workers that died in this slot with this expert */
+    _Alignas(64) _Atomic uint64_t read_started_ns; /* of the READING under way */
+    _Atomic uint32_t kills; /* reads begun and not ended: after a death, workers that died in it */
     /* The error of a FAILED slot, written by its worker before the word says FAILED. */
-    int32_t error; /* errno, or SMOE_READ_* */
-    uint32_t error_file;
-    uint32_t reserved;
-    uint64_t error_offset;
-    uint64_t error_wanted;
-    uint64_t error_got;
+    _Atomic int32_t error; /* errno, or SMOE_READ_* */
+    _Atomic uint32_t error_file;
+    _Atomic uint32_t error_sequence; /* odd while the record is being written */
+    _Atomic uint64_t error_offset;
+    _Atomic uint64_t error_wanted;
+    _Atomic uint64_t error_got;
 };
 
 /* The tables: written at creation, read-only from then on. */
@@ -271,9 +293,9 @@ _Static_assert(offsetof(struct smoe_header, state) == 32, "frozen");
 _Static_assert(offsetof(struct smoe_header, fingerprint) == 40, "frozen");
 _Static_assert(offsetof(struct smoe_header, data_ino) == 56, "frozen");
 _Static_assert(offsetof(struct smoe_header, control_bytes) == 64, "the frozen part is 64 bytes");
-_Static_assert(sizeof(struct smoe_slot) == SMOE_LINE, "a slot word has its own line");
+_Static_assert(sizeof(struct smoe_slot) == 64, "");
 _Static_assert(sizeof(struct smoe_participant) == 128, "");
-_Static_assert(sizeof(struct smoe_hot) == 8 * SMOE_LINE, "");
+_Static_assert(sizeof(struct smoe_hot) == 9 * SMOE_LINE, "");
 _Static_assert(sizeof(struct smoe_expert_rec) == 48, "");
 _Static_assert(sizeof(struct smoe_window_rec) == 40, "");
 _Static_assert(sizeof(struct smoe_part_rec) == 32, "");

@@ -22,7 +22,9 @@
  *                    FAILED + bit alone        EMPTY                      client, recovery
  *   slot_start       QUEUED                    READING + worker           worker
  *   slot_publish     READING + worker          READY, or CONSUMED if held worker
- *   slot_fail        READING + worker          FAILED if held, else EMPTY worker
+ *   slot_fail        READING + worker          FAILED if held, else EMPTY worker, recovery
+ *   slot_requeue     READING + dead worker     QUEUED                     recovery
+ *   slot_give_up     QUEUED                    FAILED if held, else EMPTY recovery, with no worker left
  *
  * All that decides who may touch a slot is in the one word, so each transition is one compare-exchange
  * and a process killed at any instruction leaves no half of one.  The low half is the futex word; every
@@ -32,7 +34,7 @@
 
 static bool cas(smoe_ring *r, uint32_t s, uint64_t *seen, uint64_t next) {
     /* T1, T2; also P1, since a release is part of it. */
-    return atomic_compare_exchange_strong_explicit(&r->slots[s].word, seen, next, memory_order_acq_rel,
+    return atomic_compare_exchange_strong_explicit(&r->words[s], seen, next, memory_order_acq_rel,
                                                    memory_order_acquire);
 }
 
@@ -81,6 +83,7 @@ bool slot_claim(smoe_ring *r, uint32_t s, uint32_t expert, uint64_t bit, uint64_
 bool slot_take(smoe_ring *r, uint32_t s, uint64_t seen, uint32_t expert, uint64_t speculative, uint64_t bit) {
     if (!cas(r, s, &seen, word_make(SMOE_QUEUED, speculative, 0, expert, bit)))
         return false;
+    FAILPOINT("take.word");
     atomic_store_explicit(&r->slots[s].kills, 0, memory_order_relaxed);
     return true;
 }
@@ -90,6 +93,7 @@ bool slot_give_back(smoe_ring *r, uint32_t s, uint32_t expert, uint64_t speculat
     uint64_t w = word_make(SMOE_QUEUED, speculative, 0, expert, bit);
     if (!cas(r, s, &w, 0))
         return false;
+    FAILPOINT("giveback.word");
     plat_wake(slot_futex(r, s), 0);
     return true;
 }
@@ -103,6 +107,7 @@ bool slot_drop(smoe_ring *r, uint32_t s, uint64_t bit) {
             return false;
         if (WORD_STATE(w) == SMOE_FAILED && WORD_HOLDERS(w) == bit) {
             if (cas(r, s, &w, 0)) {
+                FAILPOINT("drop.emptied");
                 plat_wake(slot_futex(r, s), 0);
                 hint_empty(r, s);
                 return true;
@@ -128,6 +133,7 @@ bool slot_start(smoe_ring *r, uint32_t s, uint32_t worker, uint64_t *word) {
  * the new state by itself, so nobody is missed. */
 static void wake_holders(smoe_ring *r, uint32_t s, uint64_t before) {
     plat_wake(slot_futex(r, s), 0);
+    FAILPOINT("wake.slot");
     for (uint32_t c = 0; c < SMOE_CLIENTS; c++)
         if (before & HOLDER_BIT(c)) {
             atomic_fetch_add_explicit(&r->participants[c].landed, 1, memory_order_release);
@@ -145,7 +151,39 @@ void slot_publish(smoe_ring *r, uint32_t s, uint32_t worker) {
         uint64_t holders = WORD_HOLDERS(w);
         next = word_make(holders ? SMOE_CONSUMED : SMOE_READY, w & WORD_SPECULATIVE, 0, WORD_EXPERT(w), holders);
     } while (!cas(r, s, &w, next)); /* P1 */
+    FAILPOINT("publish.word");
     wake_holders(r, s, w);
+}
+
+/* What waiters will be told; written by whoever owns the slot, before the word says FAILED.
+ *
+ * The record is a sequence lock, since a waiter may still read it when the next demand has had the read
+ * tried again.  No fences: each field is stored with release and loaded with acquire, so whoever sees a new
+ * field sees the odd sequence before it. */
+void slot_error_set(smoe_ring *r, uint32_t s, int error, uint32_t file, uint64_t offset, uint64_t wanted,
+                    uint64_t got) {
+    struct smoe_slot *slot = &r->slots[s];
+    uint32_t sequence = atomic_load_explicit(&slot->error_sequence, memory_order_relaxed) | 1;
+    atomic_store_explicit(&slot->error_sequence, sequence, memory_order_relaxed);
+    atomic_store_explicit(&slot->error, error, memory_order_release);
+    FAILPOINT("error.begun");
+    atomic_store_explicit(&slot->error_file, file, memory_order_release);
+    atomic_store_explicit(&slot->error_offset, offset, memory_order_release);
+    atomic_store_explicit(&slot->error_wanted, wanted, memory_order_release);
+    atomic_store_explicit(&slot->error_got, got, memory_order_release);
+    atomic_store_explicit(&slot->error_sequence, sequence + 1, memory_order_release);
+}
+
+/* Read the record; false: it is being written anew. */
+bool slot_error(const smoe_ring *r, uint32_t s, smoe_error *e) {
+    const struct smoe_slot *slot = &r->slots[s];
+    uint32_t sequence = atomic_load_explicit(&slot->error_sequence, memory_order_acquire);
+    fail(e, SMOE_EREAD, "read", atomic_load_explicit(&slot->error, memory_order_acquire),
+         atomic_load_explicit(&slot->error_wanted, memory_order_acquire),
+         atomic_load_explicit(&slot->error_got, memory_order_acquire));
+    e->file = atomic_load_explicit(&slot->error_file, memory_order_acquire);
+    e->offset = atomic_load_explicit(&slot->error_offset, memory_order_acquire);
+    return !(sequence & 1) && atomic_load_explicit(&slot->error_sequence, memory_order_relaxed) == sequence;
 }
 
 /* The read failed; the error stands in the slot.  Its holders have to see it; without any the slot is
@@ -157,7 +195,34 @@ void slot_fail(smoe_ring *r, uint32_t s, uint32_t worker) {
             return;
         next = WORD_HOLDERS(w) ? word_make(SMOE_FAILED, 0, 0, WORD_EXPERT(w), WORD_HOLDERS(w)) : 0;
     } while (!cas(r, s, &w, next)); /* P1 */
+    FAILPOINT("fail.word");
     if (next == 0)
         hint_empty(r, s);
     wake_holders(r, s, w);
+}
+
+/* The slot's worker died: its read is to be done again. */
+bool slot_requeue(smoe_ring *r, uint32_t s, uint32_t worker) {
+    uint64_t w = slot_word(r, s);
+    while (WORD_STATE(w) == SMOE_READING && WORD_WORKER(w) == worker)
+        if (cas(r, s, &w, word_make(SMOE_QUEUED, w & WORD_SPECULATIVE, 0, WORD_EXPERT(w), WORD_HOLDERS(w))))
+            return true;
+    return false;
+}
+
+/* Nobody will read the slot; the error stands in it.  Only while no worker lives. */
+bool slot_give_up(smoe_ring *r, uint32_t s) {
+    uint64_t w = slot_word(r, s);
+    while (WORD_STATE(w) == SMOE_QUEUED) {
+        uint64_t next = WORD_HOLDERS(w) ? word_make(SMOE_FAILED, 0, 0, WORD_EXPERT(w), WORD_HOLDERS(w)) : 0;
+        uint64_t before = w;
+        if (!cas(r, s, &w, next)) /* P1 */
+            continue;
+        FAILPOINT("giveup.word");
+        if (next == 0)
+            hint_empty(r, s);
+        wake_holders(r, s, before);
+        return true;
+    }
+    return false;
 }

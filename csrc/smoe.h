@@ -56,14 +56,17 @@ enum {
     SMOE_ESTOPPING = -1014,     /* the ring is being stopped: no new demand */
     SMOE_ENOSPACE = -1015,      /* the shared-memory file system is too small */
     SMOE_EDIRECT = -1016,       /* direct reads are required and refused */
-    SMOE_ETAKEN = -1017         /* the id's lock is held by another process */
+    SMOE_ETAKEN = -1017,        /* the id's lock is held by another process */
+    SMOE_EDIFFERS = -1018       /* not the ring that was asked for */
 };
 
 /* Reasons of a failed read beside errno values. */
 enum {
     SMOE_READ_SHORT = 2001,   /* the file ended before the expert's last byte */
     SMOE_READ_CHANGED = 2002, /* the file is not the one that the ring was made for */
-    SMOE_READ_PLAN = 2003     /* the read plan in shared memory does not add up */
+    SMOE_READ_PLAN = 2003,    /* the read plan in shared memory does not add up */
+    SMOE_READ_KILLER = 2004,  /* three workers died reading it */
+    SMOE_READ_UNSERVED = 2005 /* no worker is left to read it */
 };
 
 typedef struct {
@@ -77,6 +80,7 @@ typedef struct {
     uint64_t offset;  /* in the file */
     uint64_t wanted;  /* figures, as the code has it */
     uint64_t got;
+    uint64_t began_ns; /* with -EINTR: when the call began; the next call with this record goes on from there */
 } smoe_error;
 
 enum { SMOE_STATE_QUEUED = 1, SMOE_STATE_READING = 2 };
@@ -106,8 +110,8 @@ int64_t smoe_expert_index(const smoe_ring *ring, int64_t layer, int64_t expert);
 /* Demand with hold, without waiting for the reads: reserve n slots at once (waiting at most timeout_ms
  * for the reservation), then join or queue each expert.  holds: n entries, all filled or (on error)
  * none.  Returns how many were resident.  Errors: SMOE_EID, SMOE_ETOOLARGE (wanted n, got slots),
- * SMOE_EBUSY (holders), SMOE_EGONE, SMOE_ESTOPPING, SMOE_ELEASE, SMOE_EFORKED, -EINTR (a signal; nothing
- * is held, call again). */
+ * SMOE_EBUSY (holders), SMOE_EGONE, SMOE_ESTOPPING, SMOE_ELEASE, SMOE_EFORKED, -EINTR (interruptible
+ * only; nothing is held, call again). */
 int smoe_acquire(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
                  int64_t timeout_ms, smoe_error *error);
 /* Like smoe_acquire, but if the reservation cannot be had at once, returns SMOE_EBUSY at once. */
@@ -115,7 +119,7 @@ int smoe_acquire_nowait(smoe_ring *ring, int64_t layer, const int64_t *experts, 
                         smoe_error *error);
 /* Wait until all n holds are resident.  Returns 0.  On SMOE_EREAD the failed hold is dropped and
  * *error names it; the others stay.  On SMOE_ETIMEOUT and SMOE_ENOSUPERVISOR the hold that was waited
- * for is dropped.  -EINTR: a signal came, call again. */
+ * for is dropped.  -EINTR (interruptible only): call again. */
 int smoe_wait(smoe_ring *ring, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *error);
 /* Wait until one of the holds that are LOADING is resident (or failed).  Returns its index. */
 int smoe_wait_any(smoe_ring *ring, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *error);
@@ -198,6 +202,34 @@ typedef struct {
 int smoe_participants(const smoe_ring *ring, smoe_participant_info *out, uint32_t room);
 uint64_t smoe_now_ns(void);
 
+/* A client raises its busy flag for the time of a request: the prewarm process rests meanwhile.  Calls nest.
+ * Returns how deep. */
+int smoe_busy(smoe_ring *ring, int on);
+uint32_t smoe_busy_clients(const smoe_ring *ring); /* bit i: client i */
+
+/* Popularity, by expert index: read n counts, or add to one (both saturate at 2^32 - 1). */
+int smoe_histogram_read(const smoe_ring *ring, uint32_t *counts, uint32_t n);
+int smoe_histogram_add(smoe_ring *ring, uint32_t expert_index, uint32_t n);
+
+/* Words between the prewarm process and those who steer it. */
+enum {
+    SMOE_PREWARM_BELL = 0,       /* changes with everything that the process should look at */
+    SMOE_PREWARM_PAUSE = 1,      /* 1: rest */
+    SMOE_PREWARM_TRICKLE_US = 2, /* pause between two guesses */
+    SMOE_PREWARM_RUN = 3,        /* set: begin anew */
+    SMOE_PREWARM_STATE = 4, /* 0 not running, 1 idle, 2 runs, 3 rests for a busy client, 4 paused, 5 ring too small */
+    SMOE_PREWARM_DONE = 5,
+    SMOE_PREWARM_GOAL = 6
+};
+int64_t smoe_prewarm_get(const smoe_ring *ring, int which);
+int smoe_prewarm_set(smoe_ring *ring, int which, uint32_t value);
+/* Sleep until the bell differs from what was seen, at most timeout_ms. */
+int smoe_prewarm_sleep(smoe_ring *ring, uint32_t bell, uint32_t timeout_ms);
+
+/* For callers that have signals to look after, as Python has: calls that would go on waiting return -EINTR
+ * after each nap of at most 100 ms and at every signal.  Call again with the same error record, and the time
+ * limit goes on; before the first call that record is zero.  Otherwise (the default) signals interrupt nothing. */
+void smoe_set_interruptible(smoe_ring *ring, int on);
 /* Client settings: how long a wait spins before it sleeps (microseconds). */
 void smoe_set_spin_us(smoe_ring *ring, uint32_t spin_us);
 
@@ -229,12 +261,37 @@ void smoe_supervisor_unlock(int lock);
 /* State of the ring NAME without attaching it: SMOE_CREATING.. SMOE_GONE, or an error.  *alive: whether a
  * supervisor holds its lock. */
 int smoe_peek(const char *name, int *alive, smoe_error *error);
-/* Store GONE in the ring NAME and wake everyone, if it is one of ours in this ABI (before it is unlinked). */
+/* How many participants of the ring NAME live, by their locks alone: also of one that cannot be attached. */
+int smoe_locks_held(const char *name);
+/* Store GONE in the ring NAME and wake everyone (before it is unlinked); in one of another ABI the waiters
+ * see it at their next look. */
 int smoe_bury(const char *name);
 int smoe_set_state(smoe_ring *ring, int state); /* and wake everyone */
 int smoe_set_file_mode(smoe_ring *ring, uint32_t file, int mode, int os_error);
-/* Clear the traces of dead clients; returns how many. */
-int smoe_recover_clients(smoe_ring *ring);
+
+typedef struct {
+    uint32_t clients, workers; /* dead ones whose traces were cleared */
+    uint32_t requeued;         /* reads taken up again */
+    uint32_t pushed;           /* queue entries pushed again */
+    uint32_t reserved;
+} smoe_recovery;
+/* The sweep after a death: see recover.c.  in_full: also where nobody is found dead (at a start).
+ * Returns how many participants were dead.  Supervisor only. */
+int smoe_recover(smoe_ring *ring, int in_full, smoe_recovery *out);
+/* Keep the ring's pages from being swapped out, by this process, for as long as it lives.  -errno: mostly
+ * -ENOMEM, where the limit of locked memory is too small. */
+int smoe_lock_pages(smoe_ring *ring);
+/* Bytes of the data segment that are in memory. */
+uint64_t smoe_resident_bytes(smoe_ring *ring);
+/* No worker is left: fail what is queued.  Returns how many. */
+int smoe_give_up_queued(smoe_ring *ring);
+/* 1 if a worker may be started under this number: nobody holds its lock and its entry is clean. */
+int smoe_id_free(const smoe_ring *ring, uint32_t worker);
+/* Can this process, as its new supervisor, go on with a ring that another one made?  0, or SMOE_EDIFFERS
+ * with the call naming what is not as geometry and tables have it, or SMOE_ECORRUPT. */
+int smoe_adoptable(smoe_ring *ring, const smoe_geometry *geometry, const smoe_tables *tables, smoe_error *error);
+/* Take over the settings of a geometry that may differ between two starts on one ring. */
+int smoe_set_settings(smoe_ring *ring, const smoe_geometry *geometry);
 
 typedef struct {
     int mode;         /* SMOE_MODE_* */

@@ -28,6 +28,7 @@
 
 #define IDLE_SPINS    200
 #define IDLE_SLICE_NS 250000000ull
+#define PROBES        4
 #define BOUNCE_BYTES  (1u << 20)
 #define READ_MOST     (1u << 30) /* of one call: macOS refuses more than INT_MAX with EINVAL, Linux cuts it short */
 
@@ -44,6 +45,7 @@ struct worker {
     uint32_t open_count, open_limit;
     uint64_t turn;
     unsigned char *bounce;
+    uint64_t *met; /* bit s: slot s is mapped in this process */
 };
 
 /* What became of a read. */
@@ -286,18 +288,20 @@ static int read_plan(struct worker *w, uint32_t expert, unsigned char *slot, str
             return failed(o, SMOE_READ_PLAN, 0, v.file_offset, r->slot_bytes, v.slot_offset);
         if (read_window(w, &v, slot + v.slot_offset, o))
             return o->error;
+        FAILPOINT("read.window");
     }
     for (uint32_t i = 0; i < x.n_moves; i++) {
         const struct smoe_move_rec m = r->moves[x.first_move + i];
         if (!within(m.from, m.bytes, r->slot_bytes) || !within(m.to, m.bytes, r->slot_bytes))
             return failed(o, SMOE_READ_PLAN, 0, 0, r->slot_bytes, m.to);
         memmove(slot + m.to, slot + m.from, m.bytes);
+        FAILPOINT("read.moved");
     }
     /* The bytes are of the file that the ring was made for, or they are not published. */
     for (uint32_t i = 0; i < x.n_windows; i++) {
-        uint32_t file = r->windows[x.first_window + i].file;
-        if (file >= r->n_files || get_file(w, file) != 0 || !same_file(r, file, w->files[file].fd))
-            return failed(o, SMOE_READ_CHANGED, file < r->n_files ? file : 0, 0, 0, 0);
+        const struct smoe_window_rec v = r->windows[x.first_window + i];
+        if (v.file >= r->n_files || get_file(w, v.file) != 0 || !same_file(r, v.file, w->files[v.file].fd))
+            return failed(o, SMOE_READ_CHANGED, v.file < r->n_files ? v.file : 0, v.file_offset, v.need, v.need);
     }
     return 0;
 }
@@ -309,23 +313,33 @@ static void finish(struct worker *w, uint32_t s, uint64_t word, const struct out
     count(r, SMOE_C_READ_NS, now - began);
     count(r, SMOE_C_DEVICE_BYTES, o->asked);
     atomic_store_explicit(&slot->read_started_ns, 0, memory_order_relaxed);
+    atomic_store_explicit(&slot->kills, 0, memory_order_relaxed);
     atomic_store_explicit(&r->hot->landed_ns, now, memory_order_relaxed);
     if (o->error) {
-        slot->error = o->error;
-        slot->error_file = o->file;
-        slot->error_offset = o->offset;
-        slot->error_wanted = o->wanted;
-        slot->error_got = o->got;
+        slot_error_set(r, s, o->error, o->file, o->offset, o->wanted, o->got);
         count(r, SMOE_C_FAILED_READS, 1);
+        FAILPOINT("fail.recorded");
         slot_fail(r, s, w->number);
     } else {
         count(r, SMOE_C_READS, 1);
         count(r, SMOE_C_WANTED_BYTES, r->experts[WORD_EXPERT(word)].bytes);
         lru_stamp(r, s);
+        FAILPOINT("publish.stamped");
         slot_publish(r, s, w->number);
     }
+    FAILPOINT("publish.done");
     guess_clear(r, s);
+    FAILPOINT("publish.guess_cleared");
     space_freed(r); /* a read that nobody held leaves an idle slot */
+}
+
+/* Map a slot when it is first met, sixteen pages a fault: the kernel's direct read would take one fault for
+ * each page, and btrfs does not read past its cache into pages that are not mapped. */
+static void meet(struct worker *w, uint32_t s) {
+    if (w->met[s / 64] >> (s % 64) & 1)
+        return;
+    plat_prefault(w->r->data + (uint64_t)s * w->r->slot_bytes, w->r->slot_bytes, 0);
+    w->met[s / 64] |= 1ull << (s % 64);
 }
 
 static void serve(struct worker *w, uint32_t s) {
@@ -337,10 +351,15 @@ static void serve(struct worker *w, uint32_t s) {
         count(r, SMOE_C_SKIPS, 1);
         return;
     }
+    FAILPOINT("read.started");
+    atomic_fetch_add_explicit(&r->slots[s].kills, 1, memory_order_relaxed);
     atomic_store_explicit(&r->slots[s].read_started_ns, began, memory_order_relaxed);
     atomic_store_explicit(&me->read_started_ns, began, memory_order_relaxed);
     atomic_store_explicit(&me->current_slot, s + 1, memory_order_relaxed);
+    FAILPOINT("read.recorded");
+    meet(w, s);
     read_plan(w, WORD_EXPERT(word), r->data + (uint64_t)s * r->slot_bytes, &o);
+    FAILPOINT("read.done");
     finish(w, s, word, &o, began);
     atomic_store_explicit(&me->current_slot, 0, memory_order_relaxed);
     atomic_store_explicit(&me->read_started_ns, 0, memory_order_relaxed);
@@ -350,10 +369,12 @@ static void serve(struct worker *w, uint32_t s) {
 static bool serve_next(struct worker *w) {
     smoe_ring *r = w->r;
     int s = queue_pop(demand_queue(r));
+    FAILPOINT("pop.returned");
     if (s >= 0) {
         count(r, SMOE_C_POPS_DEMAND, 1);
     } else {
         s = queue_pop(speculative_queue(r));
+        FAILPOINT("pop.speculative");
         if (s < 0)
             return false;
         count(r, SMOE_C_POPS_SPECULATIVE, 1);
@@ -377,7 +398,12 @@ static void idle(struct worker *w, uint32_t bell) {
     for (int i = 0; i < IDLE_SPINS; i++)
         if (atomic_load_explicit(&w->r->hot->doorbell, memory_order_acquire) != bell)
             return;
-    (void)plat_wait(&w->r->hot->doorbell, bell, IDLE_SLICE_NS);
+    _Atomic uint64_t *sleepers = &w->r->hot->sleepers[w->number / 64];
+    uint64_t bit = 1ull << (w->number % 64);
+    atomic_fetch_or_explicit(sleepers, bit, memory_order_seq_cst);
+    FAILPOINT("sleep.marked");
+    (void)plat_wait(&w->r->hot->doorbell, bell, IDLE_SLICE_NS); /* B2: at once, if it has rung since */
+    atomic_fetch_and_explicit(sleepers, ~bit, memory_order_seq_cst);
 }
 
 static void loop(struct worker *w, const struct worker_options *options) {
@@ -424,7 +450,8 @@ int worker_run(smoe_ring *r, const struct worker_options *options, smoe_error *e
     pthread_t watcher;
     if (options->watch_fd >= 0 && pthread_create(&watcher, NULL, watch, (void *)(intptr_t)options->watch_fd) != 0)
         return fail(e, -errno, "pthread_create", errno, 0, 0);
-    int rc = open_all(&w, e);
+    w.met = calloc(r->n_slots / 64 + 1, sizeof *w.met);
+    int rc = w.met ? open_all(&w, e) : fail(e, -ENOMEM, "calloc", ENOMEM, r->n_slots / 8, 0);
     if (rc == 0) {
         if (options->ready_fd >= 0) {
             if (write(options->ready_fd, "r", 1) != 1) {
@@ -437,6 +464,7 @@ int worker_run(smoe_ring *r, const struct worker_options *options, smoe_error *e
     for (uint32_t i = 0; w.files && i < r->n_files; i++)
         if (w.files[i].fd >= 0)
             close(w.files[i].fd);
+    free(w.met);
     free(w.files);
     free(w.bounce);
     return rc;
@@ -444,8 +472,8 @@ int worker_run(smoe_ring *r, const struct worker_options *options, smoe_error *e
 
 /* --- the probe ---------------------------------------------------------------------------------------- */
 
-/* One real aligned direct read of the file's first block.  *cached: whether it left the block in the page
- * cache all the same, as a compressing or checksumming file system may. */
+/* Real aligned direct reads in several places of the file, since it may be compressed in parts.  *cached:
+ * whether one left its block in the page cache all the same, as a compressing file system does. */
 static int probe_read(int fd, int plain, const struct plat_file_info *info, bool *cached) {
     size_t align = info->mem_align > info->offset_align ? info->mem_align : info->offset_align;
     void *block;
@@ -453,15 +481,22 @@ static int probe_read(int fd, int plain, const struct plat_file_info *info, bool
         align = 4096;
     if (posix_memalign(&block, align, align) != 0)
         return ENOMEM;
-    plat_drop_cache(plain, 0, align);
-    bool before = plat_is_cached(plain);
-    ssize_t n;
-    do
-        n = pread(fd, block, align, 0);
-    while (n < 0 && errno == EINTR);
-    int rc = n < 0 ? errno : 0;
-    *cached = rc == 0 && !before && plat_is_cached(plain);
-    plat_drop_cache(plain, 0, align);
+    memset(block, 0, align); /* mapped: see meet */
+    struct stat st;
+    uint64_t size = fstat(fd, &st) == 0 ? (uint64_t)st.st_size : 0;
+    int rc = 0;
+    for (uint64_t i = 0; i < PROBES && rc == 0 && !*cached; i++) {
+        uint64_t at = size / PROBES * i / SMOE_PAGE_ALIGN * SMOE_PAGE_ALIGN;
+        plat_drop_cache(plain, at, align);
+        bool before = plat_is_cached(plain, at);
+        ssize_t n;
+        do
+            n = pread(fd, block, align, (off_t)at);
+        while (n < 0 && errno == EINTR);
+        rc = n < 0 ? errno : 0;
+        *cached = rc == 0 && !before && plat_is_cached(plain, at);
+        plat_drop_cache(plain, at, align);
+    }
     free(block);
     return rc;
 }

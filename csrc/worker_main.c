@@ -8,6 +8,7 @@
 #define _GNU_SOURCE
 #include "core.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
@@ -83,10 +84,14 @@ int main(int argc, char **argv) {
     }
     const struct worker_options options = {.watch_fd = (int)watch_fd, .ready_fd = (int)ready_fd, .stop = &stop};
     rc = worker_run(ring, &options, &e);
-    if (rc < 0)
-        fprintf(stderr, "smoe-worker: %s: %s: %s\n", rc == SMOE_EREAD ? smoe_file_path(ring, e.file) : name, e.call,
+    if (rc < 0) {
+        fprintf(stderr, "smoe-worker: %s: %s: %s", rc == SMOE_EREAD ? smoe_file_path(ring, e.file) : name, e.call,
                 e.os_error == SMOE_READ_CHANGED ? "the file is not the one that the ring was made for"
                                                 : strerror(e.os_error));
+        if (e.os_error == EMFILE)
+            fprintf(stderr, ": the limit is %" PRIu64 " open files, a worker needs 16: raise `ulimit -n`", e.wanted);
+        fprintf(stderr, "\n");
+    }
     smoe_detach(ring);
     return rc < 0 ? 1 : 0;
 }

@@ -13,7 +13,9 @@ A map of the package, from files to clients; each part uses only what stands bef
     tables                    read plans and the tables in shared memory
     _native, segments         the C module; making and removing a ring
     config, runtime           configuration; the run-time folder
-    supervisor, process       `smoe-mp up`: the worker processes and who watches them
+    sizing, fit               how large a ring
+    supervisor, process, pool `smoe-mp up`: the child processes and who keeps them alive
+    prewarm, histogram        popularity: loading by it, keeping it
     control/                  commands over ZeroMQ
     ring                      the client: attach, fetch, release
     cli, inspect, demo        the command line

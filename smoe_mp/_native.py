@@ -22,6 +22,8 @@ _READ_REASONS = {
     lib.SMOE_READ_SHORT: "the file ended before the expert's last byte",
     lib.SMOE_READ_CHANGED: "the file is not the one that the ring was made for: it was replaced or changed",
     lib.SMOE_READ_PLAN: "the read plan in shared memory does not add up",
+    lib.SMOE_READ_KILLER: "three workers died reading it, so it is not tried again by itself",
+    lib.SMOE_READ_UNSERVED: "no worker is left to read it: see `smoe-mp status`",
 }
 
 
@@ -50,7 +52,7 @@ def _read_error(error: Error, ring: Any, name: str) -> errors.ExpertReadError:
         " One expert of one file: look at that file's storage; every expert: at its mount."
         if error.os_error == errno.EIO
         else " Restart `smoe-mp up` once the file is whole."
-        if error.os_error in _READ_REASONS
+        if error.os_error in (lib.SMOE_READ_SHORT, lib.SMOE_READ_CHANGED)
         else ""
     )
     e = errors.ExpertReadError(
@@ -102,6 +104,8 @@ def _ring_error(code: int, error: Error, ring: Any, name: str) -> errors.SmoeErr
 def _attach_error(code: int, error: Error, name: str) -> errors.SmoeError | None:
     where = f"ring {name} (shared memory /smoe.{name}): "
     step = text(error.call)
+    if code == -errno.ENOENT and step == "shm_open of the data segment":
+        return errors.NoSuchRing(where + "its data segment is gone: stop and start `smoe-mp up`")
     if code == -errno.ENOENT:
         return errors.NoSuchRing(where + "there is none: start `smoe-mp up`, or look at the name")
     if code in (-errno.EACCES, -errno.EPERM) and step.startswith("shm_open"):

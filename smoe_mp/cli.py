@@ -9,11 +9,13 @@ small, 6 ring, 7 control plane, 130 Ctrl-C.  A traceback is a fault of ours.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,12 +27,26 @@ from rich.table import Table
 
 from smoe_mp import inspect as inspecting
 from smoe_mp import segments
+from smoe_mp.bench.cli import app as bench_app
 from smoe_mp.config import OPTIONS, load
 from smoe_mp.control.client import ControlClient, no_ring
-from smoe_mp.control.commands import FileStatus, Ping, Status, StatusResult, Stop, StopResult, help_text
+from smoe_mp.control.commands import (
+    FileStatus,
+    Ping,
+    Prewarm,
+    PrewarmStatus,
+    RingStatus,
+    Status,
+    StatusResult,
+    Stop,
+    StopResult,
+    Workers,
+    help_text,
+)
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import run_demo
 from smoe_mp.errors import NoAnswer, NoSuchRing, SmoeError
+from smoe_mp.fit import fit
 from smoe_mp.process import ExitWatch
 from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_path, version
 from smoe_mp.sources import open_source
@@ -88,13 +104,13 @@ def up(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")],
     ring: Annotated[int | None, _override("ring.slots")] = None,
     slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
-    workers: Annotated[int | None, _override("workers.count")] = None,
+    worker_count: Annotated[int | None, _override("workers.count")] = None,
     spec: Annotated[int | None, _override("speculation.ranks")] = None,
 ) -> None:
     overrides = {
         "ring.slots": ring,
         "ring.slot_mb": slot_mb,
-        "workers.count": workers,
+        "workers.count": worker_count,
         "speculation.ranks": spec,
     }
     loaded = load(config, overrides)
@@ -142,6 +158,9 @@ def status(name: Name, as_json: AsJson = False) -> None:
 @app.command(help=help_text(Stop))
 def down(
     name: Name,
+    keep_ring: Annotated[
+        bool, typer.Option("--keep-ring", help="Leave the ring with its contents to the next smoe-mp up.")
+    ] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="S", min=0.1, help="How many seconds to wait for its end.")
     ] = 60.0,
@@ -150,7 +169,7 @@ def down(
     _check_served(name)
     with ControlClient(name, timeout_ms=min(int(timeout * 1000), 5000)) as control:
         watch = _watch(control.call(Ping()).pid)
-        done = control.call(Stop())
+        done = control.call(Stop(keep_ring=keep_ring))
     with contextlib.closing(watch):
         if not watch.wait(deadline - time.monotonic()):
             raise NoAnswer(
@@ -181,6 +200,96 @@ def _check_served(name: str) -> None:
         raise NoSuchRing(no_ring(name))
 
 
+@app.command(help=help_text(Workers))
+def workers(
+    name: Name, count: Annotated[int, typer.Argument(metavar="COUNT", min=1, max=127, help="How many.")]
+) -> None:
+    _check_served(name)
+    with ControlClient(name) as control:
+        result = control.call(Workers(count=count))
+    print(f"{name}: {result.before} workers before, {result.count} from now on")
+
+
+class PrewarmAction(StrEnum):
+    run = "run"
+    pause = "pause"
+    resume = "resume"
+    trickle = "trickle"
+
+
+@app.command(help=help_text(Prewarm))
+def prewarm(
+    name: Name,
+    action: Annotated[PrewarmAction, typer.Argument(help="What to do.")],
+    ms: Annotated[
+        int | None, typer.Option("--ms", metavar="N", min=0, help="For trickle: milliseconds between reads.")
+    ] = None,
+) -> None:
+    _check_served(name)
+    with ControlClient(name) as control:
+        result = control.call(Prewarm(action=action.value, trickle_ms=ms))
+    print(f"{name}: prewarm is {result.state}, {result.done} of {result.goal} experts")
+
+
+@app.command(
+    help="Show how large a ring a configuration gets on this machine, without starting it.\n\n"
+    "Example: smoe-mp size my.toml"
+)
+def size(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")],
+    ring: Annotated[int | None, _override("ring.slots")] = None,
+    slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
+    as_json: AsJson = False,
+) -> None:
+    loaded = load(config, {"ring.slots": ring, "ring.slot_mb": slot_mb})
+    source = open_source(loaded.vault_path)
+    result = fit(loaded, source, segments.read_align([segments.probe(f.path) for f in source.files]))
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result) | {"data_bytes": result.data_bytes}, indent=2))
+        return
+    print(result.line)
+    for text in result.notes:
+        print(f"note: {text}")
+    for text in result.warnings:
+        print(f"warning: {text}")
+
+
+@app.command(
+    help="Look for rings in shared memory: who serves and uses them, which are orphans.\n\n"
+    "Example: smoe-mp doctor --clean"
+)
+def doctor(
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove orphans: rings in which nobody living has a part.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    found = segments.find_rings()
+    removed = []
+    for entry in found if clean else []:
+        if entry.orphan:
+            segments.remove_orphan(entry.name)
+            removed.append(entry.name)
+    if as_json:
+        rows = [dataclasses.asdict(f) | {"orphan": f.orphan, "removed": f.name in removed} for f in found]
+        print(json.dumps(rows, indent=2))
+    else:
+        _draw_rings(found, removed, Console())
+
+
+def _draw_rings(found: list[segments.Found], removed: list[str], console: Console) -> None:
+    table = _table("rings", "ring", "state", "size", "uid", "who", numbers=("size", "uid"))
+    for f in found:
+        who = "served" if f.served else "ORPHAN" if f.orphan else "no supervisor, but in use"
+        who += f" by {', '.join(f.living)}" if f.living and not f.served else ""
+        who = "orphan, removed" if f.name in removed else who
+        table.add_row(escape(f.name), f.state, human_bytes(f.bytes), str(f.uid), escape(who))
+    console.print(table if found else "no rings in shared memory")
+    left = [f.name for f in found if f.orphan and f.name not in removed]
+    if left:
+        console.print(f"{len(left)} orphans: smoe-mp doctor --clean removes them", highlight=False)
+
+
 @app.command(help="Show what a vault holds.\n\nExample: smoe-mp inspect model.smoe --experts")
 def inspect(
     vault: Annotated[Path, typer.Argument(metavar="VAULT", help="A model file.")],
@@ -193,6 +302,9 @@ def inspect(
         print(json.dumps(whole, indent=2))
     else:
         inspecting.render(source, experts, Console())
+
+
+app.add_typer(bench_app, name="bench")
 
 
 @app.command(
@@ -236,12 +348,28 @@ def _facts(result: StatusResult) -> Table:
         ("vault", f"{vault.path}: {vault.format}, {vault.experts} experts, {human_bytes(vault.bytes)}"),
         *((f"file {i}", _file_line(f)) for i, f in enumerate(result.files)),
         ("ring", f"{ring.slots} slots x {size}, {ring.pages}"),
+        ("memory", _memory_line(ring)),
+        ("health", result.health),
+        ("prewarm", _prewarm_line(result.prewarm)),
         ("census", ", ".join(f"{count} {state}" for state, count in ring.census.items())),
         ("hit rate", "no demand yet" if result.hit_rate is None else f"{result.hit_rate:.1%}"),
     ]
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     return table
+
+
+def _memory_line(ring: RingStatus) -> str:
+    line = (
+        f"{human_bytes(ring.resident_bytes)} of the ring in memory, {human_bytes(ring.locked_bytes)} locked"
+    )
+    out = ring.data_bytes - ring.resident_bytes
+    return f"{line}; {human_bytes(out)} are swapped out, so hits are slow" if out > 0 else line
+
+
+def _prewarm_line(prewarm: PrewarmStatus) -> str:
+    line = f"{prewarm.state}, {prewarm.done} of {prewarm.goal} experts, every {prewarm.trickle_ms:g} ms"
+    return f"{line}; popularity in {prewarm.histogram}"
 
 
 def _file_line(file: FileStatus) -> str:

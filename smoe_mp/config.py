@@ -49,13 +49,13 @@ class RingConfig(Struct, frozen=True, kw_only=True):
     slots: Annotated[
         int,
         Meta(
-            ge=1,
+            ge=0,
             le=65535,
             description="Slots in the ring; each holds one expert. At least top-k + 1; below MoE layers x"
-            " top-k nothing survives from token to token.",
-            extra={"flag": "--ring", "remedy": "automatic sizing is not there yet: give the number of slots"},
+            " top-k nothing survives from token to token. 0: as memory allows, see `smoe-mp size`.",
+            extra={"flag": "--ring"},
         ),
-    ]
+    ] = 0
     slot_mb: Annotated[
         int,
         Meta(
@@ -65,6 +65,13 @@ class RingConfig(Struct, frozen=True, kw_only=True):
             extra={"flag": "--slot-mb"},
         ),
     ] = 0
+    lock: Annotated[
+        bool,
+        Meta(
+            description="Lock the ring's pages in memory, so that the system cannot swap them out. Where the"
+            " limit of locked memory does not allow it, it is said once and the start goes on."
+        ),
+    ] = False
     read_deadline_ms: Annotated[
         int,
         Meta(
@@ -74,6 +81,41 @@ class RingConfig(Struct, frozen=True, kw_only=True):
             " unless it asks for another limit.",
         ),
     ] = 30_000
+
+
+class ReserveConfig(Struct, frozen=True, kw_only=True):
+    scout_mb: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=1 << 24,
+            description="Memory that automatic sizing leaves for the engine's resident part of the model, in"
+            " MiB; -1: as much as the source has bytes that are no experts.",
+        ),
+    ] = -1
+
+
+class PrewarmConfig(Struct, frozen=True, kw_only=True):
+    enabled: Annotated[
+        bool,
+        Meta(description="Load the most popular experts while no client is busy."),
+    ] = True
+    trickle_ms: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=60_000,
+            description="Pause between two of its reads, in milliseconds, so that the queue stays shallow.",
+        ),
+    ] = 4
+    histogram: Annotated[
+        str,
+        Meta(
+            description="The file that keeps each expert's popularity from run to run. Empty:"
+            " <vault>.expert_freq.bin beside the vault, in the state folder where that is read-only."
+            " A relative path counts from the folder of this file."
+        ),
+    ] = ""
 
 
 class WorkersConfig(Struct, frozen=True, kw_only=True):
@@ -111,9 +153,11 @@ class Config(Struct, frozen=True, kw_only=True):
         ),
     ]
     vault: VaultConfig
-    ring: RingConfig
+    ring: RingConfig = field(default_factory=RingConfig)
+    reserve: ReserveConfig = field(default_factory=ReserveConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    prewarm: PrewarmConfig = field(default_factory=PrewarmConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +170,7 @@ class Option:
 
     key: str
     type: Any
-    default: int | str | None
+    default: bool | int | str | None
     meaning: str
     allowed: str
     flag: str
@@ -141,6 +185,8 @@ def _allowed(annotated: Any) -> str:
     base, meta = get_args(annotated)[0], _meta(annotated)
     if get_origin(base) is Literal:
         return " or ".join(f'"{choice}"' for choice in get_args(base))
+    if base is bool:
+        return "true or false"
     if base is int:
         return f"a whole number from {meta.ge} to {meta.le}"
     return "text"
@@ -183,7 +229,16 @@ class LoadedConfig:
     @property
     def vault_path(self) -> Path:
         """The vault, absolute; a relative path counts from the configuration file's folder."""
-        return (self.path.parent / Path(self.config.vault.path).expanduser()).absolute()
+        return self._beside(self.config.vault.path)
+
+    @property
+    def histogram_path(self) -> Path | None:
+        """The histogram's file, absolute, or None where the vault's place decides."""
+        given = self.config.prewarm.histogram
+        return self._beside(given) if given else None
+
+    def _beside(self, path: str) -> Path:
+        return (self.path.parent / Path(path).expanduser()).absolute()
 
     @property
     def slot_bytes(self) -> int | None:
@@ -238,6 +293,9 @@ def _read(path: Path) -> str:
 
 def _flatten(document: dict[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     for key, value in document.items():
+        if isinstance(value, dict) and key not in SECTIONS and key not in OPTIONS:
+            nearest = max(SECTIONS, key=lambda known: _likeness(key, known))
+            raise ConfigError(f"{path}: unknown section [{key}]; the nearest known one is [{nearest}]")
         if key not in SECTIONS:
             _check_known(key, path)
             yield key, value

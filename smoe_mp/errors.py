@@ -7,6 +7,7 @@
     │   ├── NoSuchRing         nothing of that name                          (FileNotFoundError)
     │   ├── RingExists         the name is taken by a living or foreign ring (FileExistsError)
     │   └── SegmentSpaceError  the shared-memory file system is too small    (MemoryError)
+    ├── HistogramError         the popularity's file could not be saved      (OSError)
     ├── IdError                no such layer or expert, or one named twice   (ValueError)
     ├── RingError              the ring answered, and the answer is no
     │   ├── Busy               all slots are held: no reservation in time    (TimeoutError)
@@ -58,6 +59,12 @@ class RingExists(SegmentError, FileExistsError):
 
 class SegmentSpaceError(SegmentError, MemoryError):
     exit_code = 5
+
+
+class HistogramError(SmoeError, OSError):
+    """The histogram could not be saved; the file is the old one.  `os_error` is the errno."""
+
+    os_error: int
 
 
 class IdError(SmoeError, ValueError):

@@ -24,7 +24,7 @@ import contextlib
 import errno
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -52,7 +52,7 @@ def _milliseconds(timeout: float | None) -> int:
         return -1
     if not timeout >= 0:
         raise ValueError(f"timeout {timeout!r}: seconds, at least 0, or None for the ring's own limit")
-    return min(int(timeout * 1000 + 0.999), 2**62)
+    return int(min(timeout, 1e12) * 1000 + 0.999)
 
 
 class _Handle:
@@ -69,6 +69,7 @@ class _Handle:
         code = lib.smoe_attach(self.name.encode(), role, 0, label.encode()[:31], out, error)
         check(code, error, self.name)
         self.ptr = out[0]
+        lib.smoe_set_interruptible(self.ptr, 1)
 
     def __del__(self, _detach: Any = lib.smoe_detach) -> None:
         if self.ptr is not None:
@@ -224,7 +225,7 @@ class _Facts:
     def parts(self, index: int) -> list[tuple[int, int]]:
         """(offset in the slot, bytes) of each part."""
         if (known := self._parts.get(index)) is None:
-            n = lib.smoe_expert_parts(self._handle.ptr, index, ffi.NULL, 0)
+            n = check_plain(lib.smoe_expert_parts(self._handle.ptr, index, ffi.NULL, 0), self._handle.name)
             room = ffi.new("smoe_part[]", n)
             lib.smoe_expert_parts(self._handle.ptr, index, room, n)
             known = self._parts[index] = [(p.offset, p.bytes) for p in room]
@@ -232,7 +233,7 @@ class _Facts:
 
     def tensors(self, index: int) -> dict[str, TensorInfo]:
         if (known := self._tensors.get(index)) is None:
-            n = lib.smoe_expert_tensors(self._handle.ptr, index, ffi.NULL, 0)
+            n = check_plain(lib.smoe_expert_tensors(self._handle.ptr, index, ffi.NULL, 0), self._handle.name)
             room = ffi.new("smoe_tensor[]", n)
             lib.smoe_expert_tensors(self._handle.ptr, index, room, n)
             known = self._tensors[index] = {
@@ -296,7 +297,9 @@ class Batch(Sequence[Expert]):
         ms = _milliseconds(timeout)
         code = -errno.EINTR
         try:
-            while code == -errno.EINTR:  # Python's own signal handlers run between two turns
+            while (
+                code == -errno.EINTR
+            ):  # Python's own signal handlers run between two turns; `error` keeps time
                 code = lib.smoe_wait(self._handle.ptr, self._holds, self._n, ms, error)
             check(code, error, self._handle.name, self._handle.ptr)
         except BaseException:
@@ -399,15 +402,20 @@ class Ring:
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = self._ids(experts)
         batch, error = Batch(handle, self._facts, layer, ids), new_error()
-        ms = _milliseconds(timeout)
-        while True:
-            code = lib.smoe_fetch(handle.ptr, layer, ids, len(ids), batch._holds, ms, error)
-            if code >= 0:
-                return batch
-            if code != -errno.EINTR:
+        ms, n = _milliseconds(timeout), len(ids)
+        try:
+            code = lib.smoe_fetch(handle.ptr, layer, ids, n, batch._holds, ms, error)
+            while code == -errno.EINTR:
+                if batch._holds[0].status:  # interrupted in the wait
+                    code = lib.smoe_wait(handle.ptr, batch._holds, n, ms, error)
+                else:
+                    code = lib.smoe_fetch(handle.ptr, layer, ids, n, batch._holds, ms, error)
+            if code < 0:
                 self._fail(code, error, handle, layer, ids)
-            if ids and batch._holds[0].status:  # the signal came in the wait: go on with that
-                return batch.wait(timeout)
+        except BaseException:  # a handler's exception, too, comes right behind a call that took holds
+            batch.release()
+            raise
+        return batch
 
     def acquire(self, layer: int, experts: Iterable[int], timeout: float | None = None) -> Batch:
         """Demand with hold, without waiting for the reads: `batch.wait()` does.  Errors as for `fetch`."""
@@ -416,10 +424,14 @@ class Ring:
         batch, error = Batch(handle, self._facts, layer, ids), new_error()
         ms = _milliseconds(timeout)
         code = -errno.EINTR
-        while code == -errno.EINTR:
-            code = lib.smoe_acquire(handle.ptr, layer, ids, len(ids), batch._holds, ms, error)
-        if code < 0:
-            self._fail(code, error, handle, layer, ids)
+        try:
+            while code == -errno.EINTR:
+                code = lib.smoe_acquire(handle.ptr, layer, ids, len(ids), batch._holds, ms, error)
+            if code < 0:
+                self._fail(code, error, handle, layer, ids)
+        except BaseException:
+            batch.release()
+            raise
         return batch
 
     def wait(self, batch: Batch, timeout: float | None = None) -> Batch:
@@ -436,9 +448,13 @@ class Ring:
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = [self._one_id(expert, "expert")]
         batch, error = Batch(handle, self._facts, layer, ids), new_error()
-        code = lib.smoe_claim_specific(handle.ptr, layer, ids[0], batch._holds, error)
-        if code < 0:
-            self._fail(code, error, handle, layer, ids)
+        try:
+            code = lib.smoe_claim_specific(handle.ptr, layer, ids[0], batch._holds, error)
+            if code < 0:
+                self._fail(code, error, handle, layer, ids)
+        except BaseException:
+            batch.release()
+            raise
         return batch if code else None
 
     def speculate(self, layer: int, experts: Iterable[int]) -> int:
@@ -461,11 +477,17 @@ class Ring:
         if len(ids) < k:
             raise IdError(f"ring {self._name}: top_k is {k}, but only {len(ids)} experts are ranked")
         batch = self.acquire(layer, ids[:k], timeout)
-        if guesses := ids[k : k + self.speculation_ranks]:
-            self.speculate(layer, guesses)
+        try:
+            if guesses := ids[k : k + self.speculation_ranks]:
+                self.speculate(layer, guesses)
+        except BaseException:
+            batch.release()
+            raise
         return batch.wait(timeout)
 
-    def as_ready(self, layer: int, experts: Iterable[int], timeout: float | None = None) -> Iterator[Expert]:
+    def as_ready(
+        self, layer: int, experts: Iterable[int], timeout: float | None = None
+    ) -> Generator[Expert, None, None]:
         """Yield each expert as it lands, so that computing overlaps with reading.
 
         An expert is held until the next one is asked for (its views for as long as they are used).  More
@@ -475,6 +497,17 @@ class Ring:
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = self._ids(experts)
         return _Waves(self, Batch(handle, self._facts, layer, ids), timeout).run()
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """A request is being served: `with ring.busy():`.  The prewarm process rests meanwhile.  Blocks of
+        several threads may overlap; a process that dies in one is noticed."""
+        handle = self._open()
+        check_plain(lib.smoe_busy(handle.ptr, 1), self._name)
+        try:
+            yield
+        finally:
+            lib.smoe_busy(handle.ptr, 0)
 
     # --- looking on --------------------------------------------------------------------------------
 
@@ -498,9 +531,12 @@ class Ring:
 
     def resident(self, layer: int, expert: int) -> bool:
         """Whether the expert's bytes are in the ring now (it may be evicted the moment after)."""
-        ptr = self._open().ptr
-        index = lib.smoe_expert_index(ptr, self._one_id(layer, "layer"), self._one_id(expert, "expert"))
-        home = lib.smoe_home(ptr, index) if index >= 0 else 0
+        handle, ids = self._open(), [self._one_id(expert, "expert")]
+        ptr, layer = handle.ptr, self._one_id(layer, "layer")
+        index = lib.smoe_expert_index(ptr, layer, ids[0])
+        if index < 0:
+            self._fail(index, new_error(), handle, layer, ids)
+        home = lib.smoe_home(ptr, index)
         if not home:
             return False
         word = lib.smoe_slot_word(ptr, home - 1)
@@ -558,7 +594,7 @@ class _Waves:
             code = lib.smoe_wait_any(b._handle.ptr, b._holds, self.asked, self.ms, error)
         return check(code, error, b._handle.name, b._handle.ptr)
 
-    def run(self) -> Iterator[Expert]:
+    def run(self) -> Generator[Expert, None, None]:
         b = self.batch
         with contextlib.closing(_Releaser(b)):
             if len(set(b._experts)) < len(b):  # across waves, which C does not see

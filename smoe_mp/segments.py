@@ -3,32 +3,47 @@
 posix_ipc creates, sizes and unlinks; C lays out.  A ring is made in this order, so that a creator killed
 anywhere leaves something that the next one recognises and removes:
 
-    1. the control segment, exclusively: the name is taken or ours
+    1. the control segment, empty and exclusively: the name is taken or ours
     2. the supervisor's lock on it: whoever holds that is in charge of the name
-    3. its size and the data segment's, after the free space has been looked at
-    4. smoe_create: all pages, the layout, LIVE last of all
+    3. what a dead ring left of it is gone by now, so only now the memory that is there is looked at
+    4. its size and the data segment's, after the free space has been looked at
+    5. smoe_create: all pages, the layout, LIVE last of all
 
 Who finds the name taken asks the lock, not a pid: held means a living supervisor, and the start is
-refused.  Free means that its supervisor died; the ring is removed, GONE first, so that its clients hear
-of it.
+refused.  Free means that its supervisor died.  A ring that is LIVE and is what is wanted (geometry, read
+plans, the identity of every file) is adopted with its contents; any other is removed, GONE first, so that
+its clients hear of it, and made anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import re
+import resource
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import posix_ipc
 
 from smoe_mp import _smoe, tables
-from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, reason, text
-from smoe_mp.errors import ConfigError, RingExists, SegmentError, SegmentSpaceError, VaultError
+from smoe_mp._native import check, check_plain, ffi, lib, new_error, reason, text
+from smoe_mp.errors import (
+    ConfigError,
+    NoSuchRing,
+    RingExists,
+    RingReplaced,
+    SegmentError,
+    SegmentSpaceError,
+    VaultError,
+)
 from smoe_mp.sources.base import Source
 
 #: With "/smoe." before and ".d" behind it a name fills the 30 characters that macOS allows.
@@ -38,6 +53,15 @@ MODES = ("unknown", "direct", "buffered", "bounce", "memory")
 STATES = ("creating", "live", "stopping", "gone")
 ROLES = ("client", "worker", "supervisor", "prewarm")
 CENSUS = ("empty", "queued", "reading", "ready", "consumed", "failed", "held", "guesses", "reserved")
+PREWARM_WORDS = {
+    "pause": lib.SMOE_PREWARM_PAUSE,
+    "trickle_us": lib.SMOE_PREWARM_TRICKLE_US,
+    "run": lib.SMOE_PREWARM_RUN,
+    "state": lib.SMOE_PREWARM_STATE,
+    "done": lib.SMOE_PREWARM_DONE,
+    "goal": lib.SMOE_PREWARM_GOAL,
+}
+PREWARM_STATES = ("not running", "idle", "running", "resting: a client is busy", "paused", "ring too small")
 #: How long a name may stay half-made before it is taken for abandoned.
 _SETTLE_S = 2.0
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module yet
@@ -47,6 +71,8 @@ def check_name(name: str) -> str:
     """The name, or ConfigError: letters, digits, ".", "_" and "-", at most 22 characters."""
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         raise ConfigError(f"name {name!r}: only letters, digits, '.', '_' and '-' may be in a ring's name")
+    if name.endswith(".d"):
+        raise ConfigError(f"name {name!r}: may not end in '.d', which marks the data segment of another ring")
     if len(name) > NAME_MAX:
         raise ConfigError(
             f"name {name!r}: {len(name)} characters, but a ring's name has at most {NAME_MAX} "
@@ -113,21 +139,27 @@ def probe(path: str | Path) -> Probe:
     )
 
 
+def read_align(probes: Iterable[Probe]) -> int:
+    """The alignment of read plans: the largest that a file asks for, and no less than 4096 bytes."""
+    return max([4096, *(found.offset_align for found in probes)])
+
+
 def _unlink(name: str) -> None:
     for segment in segment_names(name):
         with contextlib.suppress(posix_ipc.ExistentialError):
             posix_ipc.unlink_shared_memory(segment)
 
 
-def _clear_name(name: str) -> None:
-    """Remove a ring whose supervisor is dead.  RingExists where one lives, or where it is not ours."""
+def _settled_state(name: str) -> int | None:
+    """State of the ring of that name, None: there is none.  RingExists where a supervisor lives, or where
+    it is not ours.  A half-made one gets a moment: its creator may be about to take the lock."""
     control, _ = segment_names(name)
     until = time.monotonic() + _SETTLE_S
     while True:
         alive, error = ffi.new("int *"), new_error()
-        state = lib.smoe_peek(name.encode(), alive, error)
-        if state == -2:  # ENOENT: gone by itself
-            return
+        state: int = lib.smoe_peek(name.encode(), alive, error)
+        if state == -errno.ENOENT:
+            return None
         if alive[0]:
             raise RingExists(
                 f"ring {name} (shared memory {control}): a living supervisor serves it; "
@@ -139,8 +171,23 @@ def _clear_name(name: str) -> None:
                 f"or remove it"
             )
         if state != 0 or time.monotonic() > until:
-            break
-        time.sleep(0.05)  # half-made: its creator may be about to take the lock
+            return state
+        time.sleep(0.05)
+
+
+def _state_words(state: int) -> str:
+    """A state, or the error that stands for it, in words."""
+    if state < 0:
+        return text(lib.smoe_strerror(state))
+    return STATES[state] if state < len(STATES) else f"{state}, which is none"
+
+
+def remove_orphan(name: str) -> None:
+    """Remove a ring that no supervisor serves, or a data segment whose ring is gone.  RingExists where a
+    supervisor serves it after all."""
+    error = new_error()
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        os.close(_claim(name))  # only a data segment is left: the name has to be ours to remove it
     lock = check(lib.smoe_supervisor_lock(name.encode(), error), error, name)
     try:
         lib.smoe_bury(name.encode())
@@ -151,6 +198,8 @@ def _clear_name(name: str) -> None:
 
 def _check_space(fd: int, wanted: int, name: str) -> None:
     st = os.fstatvfs(fd)
+    if st.f_blocks == 0:  # a tmpfs without a limit
+        return
     free = st.f_bavail * st.f_frsize
     if free < wanted:
         raise SegmentSpaceError(
@@ -160,23 +209,55 @@ def _check_space(fd: int, wanted: int, name: str) -> None:
         )
 
 
-def _make_segment(name: str, size: int, ring: str) -> int:
-    """Create, open to the owner alone whatever the umask, size once, and return the descriptor."""
-    segment = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+def _make_segment(name: str, ring: str) -> int:
+    """Create it, empty, open to the owner alone whatever the umask, and return the descriptor.
+    posix_ipc.ExistentialError where the name is taken."""
+    try:
+        segment = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+    except posix_ipc.PermissionsError as e:
+        raise SegmentError(f"ring {ring}: shared memory {name} cannot be made: {e}") from e
     try:
         os.fchmod(segment.fd, 0o600)
-        _check_space(segment.fd, size, ring)
-        os.ftruncate(segment.fd, size)
     except BaseException:
         os.close(segment.fd)
+        posix_ipc.unlink_shared_memory(name)
         raise
     return int(segment.fd)
+
+
+def _claim(ring: str) -> int:
+    """Take the ring's name by its control segment; the descriptor."""
+    return _make_segment(segment_names(ring)[0], ring)
+
+
+def _inode(segment: str) -> int:
+    """The segment's inode, 0 where there is none, as on macOS."""
+    try:
+        return os.stat(f"/dev/shm{segment}").st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def _leads_to(segment: str, inode: int) -> bool:
+    """Whether the name is still that of the segment with that inode (0: not known)."""
+    found = _inode(segment)
+    return found == inode if inode else found != 0 or not os.path.isdir("/dev/shm")
 
 
 class Segments:
     """A living ring, seen by its supervisor."""
 
-    def __init__(self, name: str, ring: Any, info: Any, pages: str, paths: list[tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        ring: Any,
+        info: Any,
+        pages: str,
+        paths: list[tuple[str, int]],
+        *,
+        adopted: bool = False,
+        replaced: str = "",
+    ) -> None:
         self.name = name
         self.ring = ring
         self.creation_hex = f"{info.creation[0]:016x}{info.creation[1]:016x}"
@@ -185,8 +266,17 @@ class Segments:
         self.data_bytes = int(info.data_bytes)
         self.control_bytes = int(info.control_bytes)
         self.pages = pages
+        self.adopted = adopted
+        self.replaced = replaced  # why the ring that was there could not be adopted
         self._files = paths
+        self.locked_bytes = 0
         self._removed = False
+        self._inodes = [_inode(segment) for segment in segment_names(name)]
+        pair = ffi.new("uint32_t[2]")
+        self.pairs: list[tuple[int, int]] = []  # (layer, expert) by expert index
+        for index in range(info.n_experts):
+            lib.smoe_expert_pair(ring, index, pair, pair + 1)
+            self.pairs.append((int(pair[0]), int(pair[1])))
 
     def set_state(self, state: str) -> None:
         """Store "live", "stopping" or "gone" and wake everyone who waits on the ring."""
@@ -194,7 +284,7 @@ class Segments:
 
     @property
     def state(self) -> str:
-        return STATES[lib.smoe_ring_state(self.ring)]
+        return _state_words(lib.smoe_ring_state(self.ring))
 
     def census(self) -> dict[str, int]:
         """Slots by state, and beside them: held slots, guesses loading, slots reserved."""
@@ -235,18 +325,94 @@ class Segments:
             lib.smoe_set_file_mode(self.ring, file, MODES.index(found.mode), found.os_error), self.name
         )
 
-    def recover_clients(self) -> int:
-        """Clear what dead clients left; how many there were."""
-        return int(lib.smoe_recover_clients(self.ring))
+    def recover(self) -> dict[str, int]:
+        """The sweep after a death: clear what dead participants left.  Figures of what was done."""
+        out = ffi.new("smoe_recovery *")
+        lib.smoe_recover(self.ring, 0, out)
+        return {
+            "clients": int(out.clients),
+            "workers": int(out.workers),
+            "requeued": int(out.requeued),
+            "pushed": int(out.pushed),
+        }
+
+    def lock_pages(self) -> str:
+        """Keep the ring from being swapped out; "" or why that is refused (limit and need)."""
+        code = lib.smoe_lock_pages(self.ring)
+        if code == 0:
+            self.locked_bytes = self.data_bytes
+            return ""
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        have = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+        return f"mlock: {reason(-code)}: {self.data_bytes} bytes are needed, the limit (ulimit -l) is {have}"
+
+    def resident_bytes(self) -> int:
+        """How much of the ring is in memory: less than all means that the system swaps or compresses it."""
+        return int(lib.smoe_resident_bytes(self.ring))
+
+    def give_up_queued(self) -> int:
+        """No worker is left: fail what is queued, so that its waiters get an error.  How many."""
+        return int(lib.smoe_give_up_queued(self.ring))
+
+    def worker_usable(self, number: int) -> bool:
+        """Whether a worker may be started under this number (0 to 126)."""
+        return bool(lib.smoe_id_free(self.ring, number))
+
+    def prewarm_usable(self) -> bool:
+        """Whether a prewarm process may be started: none lives that an earlier supervisor left."""
+        return not any(p["role"] == "prewarm" and p["alive"] for p in self.participants())
+
+    def busy_clients(self) -> list[int]:
+        """Clients that serve a request now."""
+        mask = lib.smoe_busy_clients(self.ring)
+        return [c for c in range(32) if mask >> c & 1]
+
+    def prewarm_get(self, which: str) -> int:
+        """A word of the prewarm process: see `PREWARM_WORDS`."""
+        return int(lib.smoe_prewarm_get(self.ring, PREWARM_WORDS[which]))
+
+    def prewarm_set(self, which: str, value: int = 1) -> None:
+        check_plain(lib.smoe_prewarm_set(self.ring, PREWARM_WORDS[which], value), self.name)
+
+    def histogram(self) -> npt.NDArray[np.uint32]:
+        """Claims of each expert, by expert index."""
+        return read_histogram(self.ring, len(self.pairs))
+
+    def add_counts(self, counts: npt.NDArray[np.uint32]) -> None:
+        """Add to each expert's count (by expert index; saturating)."""
+        for index in np.flatnonzero(counts):
+            lib.smoe_histogram_add(self.ring, int(index), int(counts[index]))
+
+    def named(self) -> bool:
+        """Whether the ring's name still leads to it: somebody may have deleted the segment."""
+        return _leads_to(segment_names(self.name)[0], self._inodes[0])
+
+    def let_go(self) -> None:
+        """Leave the ring, LIVE and with its contents, to the next supervisor.  A second call does nothing."""
+        if not self._removed:
+            self._removed = True
+            self.set_state("live")
+            lib.smoe_detach(self.ring)
 
     def remove(self) -> None:
-        """GONE, wake everyone, unlink both segments, unmap.  A second call does nothing."""
+        """GONE, wake everyone, unlink both segments where they are still ours, unmap.  A second call does
+        nothing."""
         if self._removed:
             return
         self._removed = True
         self.set_state("gone")
-        _unlink(self.name)
+        for segment, inode in zip(segment_names(self.name), self._inodes, strict=True):
+            if _leads_to(segment, inode):
+                with contextlib.suppress(posix_ipc.ExistentialError):
+                    posix_ipc.unlink_shared_memory(segment)
         lib.smoe_detach(self.ring)
+
+
+def read_histogram(ring: Any, n_experts: int) -> npt.NDArray[np.uint32]:
+    """Claims of each expert, by expert index, uint32."""
+    counts = np.zeros(n_experts, np.uint32)
+    lib.smoe_histogram_read(ring, ffi.cast("uint32_t *", ffi.from_buffer(counts)), n_experts)
+    return counts
 
 
 def counters(ring: Any, participant: int) -> dict[str, int]:
@@ -345,11 +511,43 @@ def choose_slot_bytes(t: tables.Tables, slot_bytes: int | None) -> int:
     return slot_bytes
 
 
+def control_bytes(t: tables.Tables, slots: int, slot_bytes: int) -> int:
+    """Size of the control segment (bytes) of a ring with that many slots."""
+    sizes, error = ffi.new("uint64_t[2]"), new_error()
+    check(lib.smoe_measure(_geometry(t, slots, slot_bytes), sizes, sizes + 1, error), error, "?")
+    return int(sizes[0])
+
+
+class _Wanted:
+    """The ring that is asked for, as C takes it; the number of slots may come later."""
+
+    def __init__(
+        self, name: str, source: Source, t: tables.Tables, slot_bytes: int, settings: dict[str, int]
+    ) -> None:
+        self.name, self.source = name, source
+        self.native, self._keep = _native_tables(t)
+        self._tables, self._slot_bytes, self._settings = t, slot_bytes, settings
+
+    def geometry(self, slots: int) -> tuple[Any, int, int]:
+        """Of a ring with so many slots; and the bytes of its two segments."""
+        geometry = _geometry(self._tables, slots, self._slot_bytes, **self._settings)
+        sizes, error = ffi.new("uint64_t[2]"), new_error()
+        check(lib.smoe_measure(geometry, sizes, sizes + 1, error), error, self.name)
+        return geometry, int(sizes[0]), int(sizes[1])
+
+    def segments(self, ring: Any, data_fd: int, *, adopted: bool, replaced: str) -> Segments:
+        info = ffi.new("smoe_info *")
+        lib.smoe_get_info(ring, info)
+        paths = [(str(f.path), f.size) for f in self.source.files]
+        return Segments(self.name, ring, info, _pages_got(data_fd), paths, adopted=adopted, replaced=replaced)
+
+
 def create(
     name: str,
     source: Source,
     *,
     slots: int,
+    size: Callable[[], int] | None = None,
     slot_bytes: int | None = None,
     read_deadline_ms: int = 30000,
     direct: str = "auto",
@@ -357,68 +555,185 @@ def create(
     speculation_ranks: int = 0,
     read_align: int = 4096,
 ) -> Segments:
-    """Make the ring `name` for `source` and register this process as its supervisor.
+    """Make the ring `name` for `source`, or adopt the one that a dead supervisor left, and register this
+    process as its supervisor.
 
-    `slots`: 1 to 65535; `slot_bytes`: a multiple of 16384, None for the source's own.  Raises RingExists,
-    SegmentSpaceError, ConfigError or SegmentError, and then leaves nothing behind.
+    `slots`: 1 to 65535, or 0: as many as `size` says, and a ring that is adopted keeps its own.  `size` is
+    called when a ring has to be made, after one that could not be adopted is gone, whose pages would count
+    as use; what it raises is passed on.
+    `slot_bytes`: a multiple of 16384, None for the source's own.  Raises RingExists, SegmentSpaceError,
+    ConfigError or SegmentError, and then leaves nothing of its own behind.
     """
     check_name(name)
     t = tables.build(source, read_align)
-    geometry = _geometry(
-        t,
-        slots,
-        choose_slot_bytes(t, slot_bytes),
-        read_deadline_ms=read_deadline_ms,
-        top_k=top_k,
-        direct_required=int(direct == "require"),
-        speculation_ranks=speculation_ranks,
-    )
-    sizes, error = ffi.new("uint64_t[2]"), new_error()
-    check(lib.smoe_measure(geometry, sizes, sizes + 1, error), error, name)
-    control, data = segment_names(name)
-    control_fd = _take_name(name, control, int(sizes[0]))
-    data_fd, lock = -1, -1
-    try:
-        lock = check(lib.smoe_supervisor_lock(name.encode(), error), error, name)
-        # The control segment's own pages come out of the same space.
-        _check_space(control_fd, int(sizes[0] + sizes[1]), name)
-        with contextlib.suppress(posix_ipc.ExistentialError):
-            posix_ipc.unlink_shared_memory(data)  # an orphan: whoever owns the control segment owns both
-        data_fd = _make_segment(data, int(sizes[1]), name)
-        native, keep = _native_tables(t)
-        code = lib.smoe_create(control_fd, data_fd, geometry, native, error)
-        del keep
-        if code < 0:
-            raise_error(code, error, name)
-        ring, held, lock = ffi.new("smoe_ring **"), lock, -1  # the handle's from here on
-        check(
-            lib.smoe_attach(name.encode(), lib.SMOE_ROLE_SUPERVISOR, held, b"supervisor", ring, error),
-            error,
-            name,
-        )
-        pages = _pages_got(data_fd)
-    except BaseException:
-        lib.smoe_bury(name.encode())
-        _unlink(name)
-        raise
-    finally:
-        for fd in (control_fd, data_fd):
-            if fd >= 0:
-                os.close(fd)
-        if lock >= 0:
-            lib.smoe_supervisor_unlock(lock)
-    info = ffi.new("smoe_info *")
-    lib.smoe_get_info(ring[0], info)
-    return Segments(name, ring[0], info, pages, [(str(f.path), f.size) for f in source.files])
-
-
-def _take_name(name: str, control: str, size: int) -> int:
+    settings = {
+        "read_deadline_ms": read_deadline_ms,
+        "top_k": top_k,
+        "direct_required": int(direct == "require"),
+        "speculation_ranks": speculation_ranks,
+    }
+    wanted = _Wanted(name, source, t, choose_slot_bytes(t, slot_bytes), settings)
+    wanted.geometry(slots or 1)  # refuses impossible numbers before anything is touched
+    replaced = ""
     for _ in range(3):
         try:
-            return _make_segment(control, size, name)
+            return _make(wanted, size or (lambda: slots), replaced)
         except posix_ipc.ExistentialError:
-            _clear_name(name)
-        except SegmentSpaceError:
-            _unlink(name)
-            raise
-    raise RingExists(f"ring {name} (shared memory {control}): somebody else is making it")
+            found = _adopt(wanted, slots)
+            if isinstance(found, Segments):
+                return found
+            replaced = found
+    raise RingExists(f"ring {name} (shared memory {segment_names(name)[0]}): somebody else is making it")
+
+
+def _supervise(name: str, lock: int) -> Any:
+    """Attach as the supervisor that holds the lock; the descriptor is the handle's from here on."""
+    ring, error = ffi.new("smoe_ring **"), new_error()
+    code = lib.smoe_attach(name.encode(), lib.SMOE_ROLE_SUPERVISOR, lock, b"supervisor", ring, error)
+    check(code, error, name)
+    return ring[0]
+
+
+def _make(wanted: _Wanted, size: Callable[[], int], replaced: str) -> Segments:
+    """Create, lay out, publish.  posix_ipc.ExistentialError where the name is taken."""
+    control, data = segment_names(wanted.name)
+    error, lock = new_error(), -1
+    fds = [_claim(wanted.name)]
+    try:
+        lock = check(lib.smoe_supervisor_lock(wanted.name.encode(), error), error, wanted.name)
+        if not _is_of(control, fds[0]):
+            raise RingExists(f"ring {wanted.name} (shared memory {control}): somebody else is making it")
+        with contextlib.suppress(posix_ipc.ExistentialError):
+            posix_ipc.unlink_shared_memory(data)  # an orphan: whoever owns the control segment owns both
+        geometry, control_bytes, data_bytes = wanted.geometry(size())
+        # The control segment's own pages come out of the same space.
+        _check_space(fds[0], control_bytes + data_bytes, wanted.name)
+        data_fd = _make_segment(data, wanted.name)
+        fds.append(data_fd)
+        os.ftruncate(fds[0], control_bytes)
+        os.ftruncate(data_fd, data_bytes)
+        check(lib.smoe_create(fds[0], data_fd, geometry, wanted.native, error), error, wanted.name)
+        held, lock = lock, -1
+        ring = _supervise(wanted.name, held)
+        return wanted.segments(ring, data_fd, adopted=False, replaced=replaced)
+    except BaseException:
+        if _is_of(control, fds[0]):  # else it was taken for abandoned, and the name is somebody else's
+            lib.smoe_bury(wanted.name.encode())
+            _unlink(wanted.name)
+        raise
+    finally:
+        for fd in fds:
+            os.close(fd)
+        if lock >= 0:
+            lib.smoe_supervisor_unlock(lock)
+
+
+def _is_of(segment: str, fd: int) -> bool:
+    """Whether the name still leads to the object behind the descriptor (not told on macOS, where shared
+    memory has no inode)."""
+    try:
+        named = posix_ipc.SharedMemory(segment, read_only=True)
+    except (posix_ipc.Error, OSError):
+        return False
+    try:
+        return os.fstat(named.fd).st_ino == os.fstat(fd).st_ino
+    finally:
+        os.close(named.fd)
+
+
+def _adopt(wanted: _Wanted, slots: int) -> Segments | str:
+    """The ring that a dead supervisor left, or, once it is removed, why it could not be adopted.  `slots`
+    0: however many it has."""
+    state = _settled_state(wanted.name)
+    if state is None:
+        return ""
+    why = f"its state is {_state_words(state)}" if state >= 0 else _state_words(state)
+    if state == STATES.index("live"):
+        error = new_error()
+        lock = check(lib.smoe_supervisor_lock(wanted.name.encode(), error), error, wanted.name)
+        try:
+            ring = _supervise(wanted.name, lock)
+        except NoSuchRing:
+            why = "its data segment is gone"
+        except RingReplaced:
+            why = "its data segment is another one"
+        except SegmentError as refused:
+            why = str(refused)
+        else:
+            info = ffi.new("smoe_info *")
+            lib.smoe_get_info(ring, info)
+            geometry, _, _ = wanted.geometry(slots or int(info.n_slots))
+            code = lib.smoe_adoptable(ring, geometry, wanted.native, error)
+            if code == 0:
+                lib.smoe_set_settings(ring, geometry)
+                lib.smoe_recover(ring, 1, ffi.NULL)
+                data = posix_ipc.SharedMemory(segment_names(wanted.name)[1], read_only=True)
+                try:
+                    return wanted.segments(ring, data.fd, adopted=True, replaced="")
+                finally:
+                    os.close(data.fd)
+            why = _difference(code, error)
+            lib.smoe_detach(ring)
+    remove_orphan(wanted.name)
+    return why
+
+
+def _difference(code: int, error: Any) -> str:
+    what = text(error.call)
+    if code == lib.SMOE_ECORRUPT:
+        return f"{what} does not add up ({error.wanted}, {error.got:#x})"
+    if what.startswith("a file's"):
+        return f"{what} has changed (file {error.wanted} of the source)"
+    figures = f": {error.got}, now {error.wanted}" if error.wanted != error.got else ""
+    return f"{what} differ{'' if what.endswith('s') else 's'}{figures}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A ring that lies in shared memory: `state` in words, `bytes` of both segments, whether a supervisor
+    serves it, and which other participants live."""
+
+    name: str
+    state: str
+    bytes: int
+    served: bool
+    living: tuple[str, ...]
+    uid: int
+
+    @property
+    def orphan(self) -> bool:
+        """Nobody living has a part in it."""
+        return not self.served and not self.living
+
+
+def find_rings(folder: Path = Path("/dev/shm")) -> list[Found]:
+    """The rings of this machine, by their segments.  Foreign files of like names are left out."""
+    found = []
+    for path in sorted(folder.glob("smoe.*")):
+        name = path.name.removeprefix("smoe.")
+        if name.endswith(".d") and path.with_name(path.name[:-2]).exists():
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            entry = _look_at(name.removesuffix(".d"), path)
+            if entry is not None:
+                found.append(entry)
+    return found
+
+
+def _look_at(name: str, path: Path) -> Found | None:
+    alive, error = ffi.new("int *"), new_error()
+    state = lib.smoe_peek(name.encode(), alive, error)
+    if state == lib.SMOE_EABI and text(error.call) == "magic":
+        return None
+    held = lib.smoe_locks_held(name.encode())
+    sizes = [p.stat().st_size for p in (path, path.with_name(path.name + ".d")) if p.exists()]
+    words = "data segment without its ring" if state == -errno.ENOENT else _state_words(state)
+    ring, living = ffi.new("smoe_ring **"), []
+    if lib.smoe_attach(name.encode(), lib.SMOE_ROLE_OBSERVER, 0, b"", ring, error) == 0:
+        living = [f"{p['label'] or p['role']} (pid {p['pid']})" for p in participants(ring[0]) if p["alive"]]
+        lib.smoe_detach(ring[0])
+    elif held > 0:  # of another build, or damaged: its locks speak all the same
+        living = [f"{held} processes"]
+    elif held not in (0, -errno.ENOENT):
+        living = [f"not known who: {_state_words(held)}"]
+    return Found(name, words, sum(sizes), bool(alive[0]), tuple(living), path.stat().st_uid)

@@ -1,12 +1,17 @@
 """The supervisor: makes the ring, starts the workers, watches them, and ends everything in order.
 
-    open vault ─► probe files ─► create ring ─► start workers ─► control ─► ready ─► serve ─► stop
-         │             │              │               │             │                  ▲
-         └─────────────┴──────────────┴───────────────┴─────────────┴──── any error ───┘
+    vault ─► probe ─► adopt, or size and create ─► workers, prewarm ─► control ─► ready ─► serve ─► stop
+      │        │                 │                        │               │                    ▲
+      └────────┴─────────────────┴────────────────────────┴───────────────┴───── any error ────┘
 
-Each step leaves its undoing on a stack before the next begins, so a failed start, a dead worker, a signal
-and `stop` all end in the same way, in this order: no new demand (STOPPING), workers finish their reads, the
-ring is removed and its waiters woken, the control socket goes last.  Every wait in it is bounded.
+Each step leaves its undoing on a stack before the next begins, so a failed start, a signal and `stop` all end
+in the same way, in this order: no new demand (STOPPING), workers finish their reads, prewarm is joined, the
+histogram is saved, the ring is removed and its waiters woken (or left to the next supervisor), the control
+socket goes last.  Every wait in it is bounded.
+
+A death while serving ends nothing.  Whoever died, the sweep of csrc/recover.c clears what it left; children
+are started again by their `Pool`.  Once a second all locks are looked at, not only the children's: clients
+die too, and so do workers that an earlier supervisor left.
 
 The control plane is none of the supervisor's business: whoever runs it hands in a function that opens one
 on this `Supervisor`, and the loop calls it when something is there to read.  `identity`, `status` and
@@ -17,16 +22,21 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 
-from smoe_mp import segments
+from smoe_mp import histogram, segments
 from smoe_mp.config import LoadedConfig
 from smoe_mp.errors import ConfigError, SmoeError
+from smoe_mp.fit import fit
+from smoe_mp.pool import RETRY_S, Pool
 from smoe_mp.process import STOP_SIGNALS, Child, Loop, SignalInbox, WatchPipe, end_all
 from smoe_mp.runtime import human_bytes, version
 from smoe_mp.sources import Source, open_source
@@ -35,8 +45,9 @@ READY_S = 60.0  # for all workers to register and open the files
 GRACE_S = 10.0  # for reads to finish when the ring stops
 TERM_S = 5.0  # after SIGTERM: for the one read under way
 KILL_S = 5.0  # after SIGKILL
+SAVE_S = 10.0  # for the popularity's file
 SWEEP_S = 1.0  # between looks for clients that died with holds
-TOLD_S = 1.0  # for our own stop signal to follow a worker's orderly end
+WARNINGS_MAX = 100  # kept for status
 
 
 class Control(Protocol):
@@ -57,9 +68,19 @@ class Supervisor:
     def __init__(self, loaded: LoadedConfig, say: Callable[[str], None]) -> None:
         self._loaded, self._config, self._say = loaded, loaded.config, say
         self._loop = Loop()
-        self._workers: dict[int, Child] = {}
+        self._workers = Pool(
+            range(127), start=self._start_worker, usable=self._worker_usable, on_death=self._worker_died
+        )
+        self._prewarm = Pool(
+            (0,), start=self._start_prewarm, usable=self._prewarm_usable, on_death=self._prewarm_died
+        )
+        self._watch: WatchPipe
+        self._histogram: Path | None = None
+        self._keep_ring = self._was_live = False
         self._warnings: list[str] = []
         self._probes: list[segments.Probe] = []
+        self._nameless = False
+        self._fingerprint = b""
         self._modes: list[str] = []
         self._started = time.monotonic()
         self._stop_reason = ""
@@ -84,14 +105,15 @@ class Supervisor:
             self._open_vault()
             self._probe_files()
             self._create_ring(undo)
-            self._start_workers(undo)
+            self._start_children(undo)
             self._control = open_control(self)
             self._loop.add(self._control.pollable, self._control.handle)
             self._check_interrupted()
-            self._state = "live"
+            self._state, self._was_live = "live", True
             self._say(f'ready: attach with smoe_mp.attach("{self._config.name}")')
             self._serve()
-        self._say(f"stopped: ring {self._config.name} removed")
+        left = "left to the next `smoe-mp up`" if self._keep_ring else "removed"
+        self._say(f"stopped: ring {self._config.name} {left}")
 
     # --- what the control plane asks ---------------------------------------------------------------------
 
@@ -99,8 +121,10 @@ class Supervisor:
         """name, pid, version, state."""
         return {"name": self._config.name, "pid": os.getpid(), "version": version(), "state": self._state}
 
-    def request_stop(self) -> dict[str, Any]:
-        """Have the loop stop at its next turn; returns what was done up to now."""
+    def request_stop(self, keep_ring: bool = False) -> dict[str, Any]:
+        """Have the loop stop at its next turn; returns what was done up to now.  `keep_ring`: leave the ring
+        with its contents to the next supervisor."""
+        self._keep_ring = keep_ring
         self._stop_reason = self._stop_reason or "asked to by the control plane"
         return {"name": self._config.name, "pid": os.getpid(), **self._figures()}
 
@@ -123,9 +147,13 @@ class Supervisor:
                 "slot_bytes": ring.slot_bytes,
                 "data_bytes": ring.data_bytes,
                 "pages": ring.pages,
+                "locked_bytes": ring.locked_bytes,
+                "resident_bytes": ring.resident_bytes(),
                 "census": ring.census(),
             },
+            "health": self._health(),
             "workers": self._worker_rows(participants),
+            "prewarm": self._prewarm_status(),
             "clients": [p for p in participants if p["role"] == "client"],
             "config": self._loaded.effective(),
             "warnings": self._warnings,
@@ -135,7 +163,7 @@ class Supervisor:
         registered = {p["number"]: p for p in participants if p["role"] == "worker"}
         limit_s = self._config.ring.read_deadline_ms / 1000
         rows = []
-        for id_, child in self._workers.items():
+        for id_, child in sorted(self._workers.children.items()):
             seen = registered.get(id_, {})
             reading_s = seen.get("reading_s")
             rows.append(
@@ -149,6 +177,47 @@ class Supervisor:
                 }
             )
         return rows
+
+    def set_workers(self, count: int) -> dict[str, Any]:
+        """Have `count` workers from now on."""
+        before = self._workers.target
+        self._workers.set_target(count)
+        self._workers.tick()
+        self._say(f"workers: {before} to {count}")
+        return {"before": before, "count": count}
+
+    def prewarm(self, action: str, trickle_ms: int | None = None) -> dict[str, Any]:
+        """ "run" begins a pass anew, "pause" and "resume" do that, "trickle" sets the pause between reads."""
+        if action in ("pause", "resume"):
+            self._segments.prewarm_set("pause", int(action == "pause"))
+        elif action == "run":
+            self._segments.prewarm_set("run")
+        elif trickle_ms is not None:
+            self._segments.prewarm_set("trickle_us", trickle_ms * 1000)
+        return self._prewarm_status()
+
+    def _health(self) -> str:
+        """ "ok", or what is wrong, for people."""
+        if self._workers.failing:
+            alive = self._workers.alive
+            return f"failing: workers keep dying, {alive} live; the next try is at most {RETRY_S:.0f} s away"
+        if not self._segments.named():
+            return "nameless: the shared-memory name was deleted, new clients cannot attach"
+        return "ok" if self._workers.state == "ok" else "restarting workers"
+
+    def _prewarm_status(self) -> dict[str, Any]:
+        get = self._segments.prewarm_get
+        state = segments.PREWARM_STATES[get("state")] if self._prewarm.alive else "not running"
+        if self._prewarm.failing:
+            state = f"failing: it keeps dying; {state}"
+        return {
+            "state": state,
+            "done": get("done"),
+            "goal": get("goal"),
+            "trickle_ms": get("trickle_us") / 1000,
+            "histogram": str(self._histogram or ""),
+            "busy_clients": self._segments.busy_clients(),
+        }
 
     def _figures(self) -> dict[str, Any]:
         counters = self._segments.counters()
@@ -169,18 +238,16 @@ class Supervisor:
             f"vault: {source.path}: {source.format}, {len(source.experts)} experts in {layers} layers,"
             f" {human_bytes(total)}"
         )
-        self._check_slots(self._config.ring.slots, source.model.top_k, layers)
 
-    def _check_slots(self, slots: int, top_k: int, layers: int) -> None:
-        if slots < top_k + 1:
-            raise ConfigError(
-                f"ring.slots = {slots}: one layer of one client needs {top_k + 1} slots (top-k {top_k} + 1)"
-            )
-        if top_k and slots < layers * top_k:
-            self._warn(
-                f"{slots} slots are less than one token's cycle of {layers} MoE layers x top-k {top_k} ="
-                f" {layers * top_k}: nothing survives from token to token"
-            )
+    def _size(self) -> int:
+        """How many slots: as given, or as memory allows; refused where they do not fit."""
+        sizing = fit(self._loaded, self._source, segments.read_align(self._probes))
+        self._say(f"size: {sizing.line}")
+        for note in sizing.notes:
+            self._say(f"note: {note}")
+        for warning in sizing.warnings:
+            self._warn(warning)
+        return sizing.slots
 
     def _probe_files(self) -> None:
         """Try a direct read of every file; say once a file system and mode what was found."""
@@ -214,71 +281,187 @@ class Supervisor:
             config.name,
             self._source,
             slots=config.ring.slots,
+            size=self._size,
             slot_bytes=self._loaded.slot_bytes,
             read_deadline_ms=config.ring.read_deadline_ms,
             direct=config.vault.direct,
             top_k=self._source.model.top_k,
             speculation_ranks=config.speculation.ranks,
-            read_align=max(4096, *(probe.offset_align for probe in self._probes)),
+            read_align=segments.read_align(self._probes),
         )
-        undo.callback(made.remove)
+        undo.callback(self._end_ring)
         for number, probe in enumerate(self._probes):
             made.set_mode(number, probe)
         self._modes = [file["mode"] for file in made.files()]
+        if made.replaced:
+            self._warn(f"the ring that was there could not be adopted: {made.replaced}; made anew")
+        how = "adopted with its contents: " if made.adopted else ""
         self._say(
-            f"ring: {made.n_slots} slots x {human_bytes(made.slot_bytes)} = {human_bytes(made.data_bytes)},"
-            f" {made.pages}"
+            f"ring: {how}{made.n_slots} slots x {human_bytes(made.slot_bytes)} ="
+            f" {human_bytes(made.data_bytes)}, {made.pages}"
         )
+        if self._config.ring.lock and (refused := made.lock_pages()):
+            self._warn(f"the ring is not locked in memory: {refused}; going on without")
 
-    def _start_workers(self, undo: ExitStack) -> None:
-        watch = WatchPipe()
-        undo.callback(watch.close)
-        undo.callback(self._end_workers)
-        undo.callback(self._segments.set_state, "stopping")
-        program = str(segments.worker_program())
-        ring = ["--name", self._segments.name, "--creation", self._segments.creation_hex]
-        count = self._config.workers.count
-        for id_ in range(count):
-            self._check_interrupted()
-            argv = [program, *ring, "--id", str(id_)]
-            self._workers[id_] = Child(f"worker {id_}", argv, watch, self._loop, self._worker_said(id_))
-        children = self._workers.values()
+    @property
+    def _ring_stays(self) -> bool:
+        """Whether the ring outlives this supervisor: as asked, or because a start that failed had only
+        adopted it.  Its clients then go on with the next one."""
+        return self._keep_ring or (self._segments.adopted and not self._was_live and not self._stop_reason)
 
-        def settled() -> bool:
-            return (
-                bool(self._stop_reason)
-                or all(child.ready for child in children)
-                or any(child.exited for child in children)
+    def _end_demand(self) -> None:
+        """No new demand; and the workers end, by the ring's state or, where that is to stay, as told."""
+        if self._ring_stays and not self._was_live:
+            for child in self._workers.all:
+                child.send(signal.SIGTERM)
+        else:
+            self._segments.set_state("stopping")
+
+    def _end_ring(self) -> None:
+        if self._ring_stays and self._segments.named():
+            self._segments.let_go()
+        else:
+            self._segments.remove()
+
+    def _load_histogram(self) -> None:
+        """Popularity of earlier runs into the ring's counts; an adopted ring has them."""
+        source = self._source
+        self._fingerprint = histogram.fingerprint(source)
+        where = histogram.places(source.path, self._fingerprint, self._loaded.histogram_path)
+        self._histogram = where.path
+        if self._segments.adopted:
+            return
+        loaded = histogram.recall(where, self._fingerprint, self._segments.pairs)
+        for note in loaded.notes:
+            self._warn(note)
+        if loaded.histogram is not None:
+            self._segments.add_counts(loaded.histogram.counts)
+            self._say(f"popularity: {loaded.path}")
+
+    def _save_histogram(self) -> None:
+        """Save the popularity; in a thread, since the vault's file system may hang and the stop may not."""
+        if self._histogram is None:
+            return
+        path, counts = self._histogram, self._segments.histogram()
+        failed: list[SmoeError] = []
+
+        def save() -> None:
+            try:
+                histogram.save(path, self._fingerprint, self._segments.pairs, counts)
+            except SmoeError as error:
+                failed.append(error)
+
+        saving = threading.Thread(target=save, daemon=True)
+        saving.start()
+        saving.join(SAVE_S)
+        if saving.is_alive():
+            self._warn(
+                f"histogram {path}: not saved in {SAVE_S:g} s: its file system hangs; going on without"
             )
+        for error in failed:
+            self._warn(str(error))
 
-        done = self._loop.wait_until(settled, READY_S)
-        self._check_interrupted()
-        self._check_workers()
-        if not done:
-            late = ", ".join(f"{child.label} (pid {child.pid})" for child in children if not child.ready)
-            raise SmoeError(f"not ready within {READY_S:.0f} s: {late}")
-        self._say(f"workers: {count} ready")
+    def _start_children(self, undo: ExitStack) -> None:
+        self._load_histogram()
+        undo.callback(self._save_histogram)
+        self._segments.prewarm_set("trickle_us", self._config.prewarm.trickle_ms * 1000)
+        for word in ("pause", "state", "done", "goal"):  # of an adopted ring: the last supervisor's
+            self._segments.prewarm_set(word, 0)
+        self._watch = WatchPipe()
+        undo.callback(self._watch.close)
+        undo.callback(self._end_children)
+        undo.callback(self._end_demand)
+        self._await_workers()
+        self._say(f"workers: {self._workers.target} ready")
+        if self._config.prewarm.enabled:
+            self._prewarm.set_target(1)
+            self._prewarm.tick()
 
-    def _worker_said(self, id_: int) -> Callable[[str], None]:
-        return lambda line: self._say(f"worker {id_}: {line.removeprefix('smoe-worker: ')}")
+    def _await_workers(self) -> None:
+        """Start all workers.  One that dies now would die again: the start has failed."""
+        self._workers.set_target(self._config.workers.count)
+        children, deadline = self._workers.children, time.monotonic() + READY_S
+        while True:
+            due_s = self._workers.tick()  # some ids may be held by workers that have not ended yet
+            self._check_interrupted()
+            late = [child for child in children.values() if not child.ready]
+            if not late and len(children) == self._workers.target:
+                return
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                names = ", ".join(f"{child.label} (pid {child.pid})" for child in late)
+                raise SmoeError(f"not ready within {READY_S:.0f} s: {names or 'ids are still taken'}")
+            self._loop.turn(min(due_s, left_s))
+
+    def _worker_usable(self, number: int) -> bool:
+        return self._segments.worker_usable(number)
+
+    def _prewarm_usable(self, number: int) -> bool:
+        return self._segments.prewarm_usable()
+
+    def _start_worker(self, number: int) -> Child:
+        argv = [str(segments.worker_program()), *self._ring_args(), "--id", str(number)]
+        return Child(f"worker {number}", argv, self._watch, self._loop, self._child_said(f"worker {number}"))
+
+    def _start_prewarm(self, number: int) -> Child:
+        argv = [sys.executable, "-m", "smoe_mp.prewarm", *self._ring_args()]
+        argv += ["--histogram", str(self._histogram), "--fingerprint", self._fingerprint.hex()]
+        return Child("prewarm", argv, self._watch, self._loop, self._child_said("prewarm"))
+
+    def _ring_args(self) -> list[str]:
+        return ["--name", self._segments.name, "--creation", self._segments.creation_hex]
+
+    def _child_said(self, who: str) -> Callable[[str], None]:
+        def said(line: str) -> None:
+            if line.startswith("warning: "):
+                self._warn(f"{who}: {line.removeprefix('warning: ')}")
+            else:
+                self._say(f"{who}: {line.removeprefix('smoe-worker: ')}")
+
+        return said
 
     # --- serving and stopping ----------------------------------------------------------------------------
 
     def _serve(self) -> None:
         swept = time.monotonic()
         while not self._stop_reason:
-            self._loop.turn(SWEEP_S)
-            if not self._stop_reason:
-                self._check_workers()
+            due_s = min(self._workers.tick(), self._prewarm.tick(), SWEEP_S)
+            self._loop.turn(due_s)
             if time.monotonic() - swept >= SWEEP_S:
                 swept = time.monotonic()
                 self._sweep()
         self._say(f"stopping: {self._stop_reason}")
 
+    def _worker_died(self, epitaph: str) -> None:
+        if self._state == "starting":
+            raise SmoeError(epitaph)
+        self._warn(epitaph)
+        self._recover()
+        if self._workers.failing:
+            self._say(f"error: workers keep dying: {self._health()}")
+            self._give_up_unserved()
+
+    def _prewarm_died(self, epitaph: str) -> None:
+        self._segments.prewarm_set("state", 0)
+        self._warn(epitaph)
+        self._recover()
+
+    def _give_up_unserved(self) -> None:
+        """With no worker left nobody would read what is queued; its waiters are told."""
+        if self._workers.failing and not self._workers.alive:
+            self._segments.give_up_queued()
+
+    def _recover(self) -> None:
+        done = self._segments.recover()
+        if done["clients"] or done["requeued"]:
+            self._say(
+                f"recovered: {done['clients']} dead clients' holds given back, {done['requeued']} reads taken"
+                " up again"
+            )
+
     def _sweep(self) -> None:
-        cleared = self._segments.recover_clients()
-        if cleared:
-            self._say(f"recovered: {cleared} dead client{'s' if cleared > 1 else ''}, holds given back")
+        self._recover()
+        self._give_up_unserved()
         for number, file in enumerate(self._segments.files()):
             if file["mode"] != self._modes[number]:
                 self._modes[number] = file["mode"]
@@ -286,16 +469,13 @@ class Supervisor:
                     f"{file['path']} ({self._probes[number].fs}): direct reads were refused while running:"
                     f" {file['refusal']}; read through the page cache from now on"
                 )
-
-    def _check_workers(self) -> None:
-        for child in self._workers.values():
-            if not child.exited:
-                continue
-            # Told to end by somebody else: a service manager tells all of us at once, in any order.
-            if not child.failed and self._loop.wait_until(lambda: bool(self._stop_reason), TOLD_S):
-                return
-            child.close()
-            raise SmoeError(child.epitaph())
+        if not self._segments.named() and not self._nameless:
+            self._nameless = True
+            self._warn(
+                f"the shared-memory name {segments.segment_names(self._config.name)[0]} was deleted: attached"
+                " clients go on, new ones cannot attach; stop and start the system when they are done"
+                " (RemoveIPC of systemd-logind does this when a user without linger logs out)"
+            )
 
     def _check_interrupted(self) -> None:
         self._on_signals()
@@ -307,11 +487,14 @@ class Supervisor:
             if number in STOP_SIGNALS:
                 self._stop_reason = self._stop_reason or signal.Signals(number).name
 
-    def _end_workers(self) -> None:
+    def _end_children(self) -> None:
         self._state = "stopping"
-        for child in end_all(self._workers.values(), self._loop, GRACE_S, TERM_S, KILL_S):
+        for child in self._prewarm.all:
+            child.send(signal.SIGTERM)
+        children = [*self._workers.all, *self._prewarm.all]
+        for child in end_all(children, self._loop, GRACE_S, TERM_S, KILL_S):
             self._say(f"warning: {child.label} (pid {child.pid}) cannot be ended: its read hangs")
-        for child in self._workers.values():
+        for child in children:
             child.close()
 
     def _close_control(self) -> None:
@@ -320,5 +503,5 @@ class Supervisor:
             self._control.close()
 
     def _warn(self, text: str) -> None:
-        self._warnings.append(text)
+        self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]  # for months, not for ever
         self._say(f"warning: {text}")

@@ -145,7 +145,9 @@ def plan(extents: Sequence[Extent], tensors: Sequence[Tensor], align: int) -> Pl
         w = next(w for w in windows if w.file == x.file and w.offset <= x.offset < w.offset + w.length)
         place = w.place + x.offset - w.offset
         if _misaligned(tensors, i, place):
-            own = _round_up(end, PART_ALIGN)
+            base = _round_up(end, PART_ALIGN)
+            at = (base + k for k in range(PART_ALIGN))
+            own = next((place for place in at if not _misaligned(tensors, i, place)), base)
             moves.append((place, own, x.length))
             place, end = own, own + x.length
         places.append(place)

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from smoe_mp.control.protocol import DEADLINE_MS_MAX
+from smoe_mp.errors import ConfigError
 
 R = TypeVar("R", bound=Struct)
 
@@ -30,8 +31,14 @@ class System(Protocol):
     def status(self) -> dict[str, Any]:
         """The fields of `StatusResult`, less `control`."""
 
-    def request_stop(self) -> dict[str, Any]:
+    def request_stop(self, keep_ring: bool = False) -> dict[str, Any]:
         """Have the system stop as soon as the reply is on its way; the fields of `StopResult`."""
+
+    def set_workers(self, count: int) -> dict[str, Any]:
+        """Change the number of workers; the fields of `WorkersResult`."""
+
+    def prewarm(self, action: str, trickle_ms: int | None = None) -> dict[str, Any]:
+        """Steer the prewarm process; the fields of `PrewarmStatus`."""
 
 
 # --- results -------------------------------------------------------------------------------------------
@@ -62,13 +69,16 @@ class FileStatus(Struct, frozen=True):
 
 
 class RingStatus(Struct, frozen=True):
-    """The ring's size in slots and bytes, the pages that it got, and its slots by state."""
+    """The ring's size in slots and bytes, the pages that it got, how much of it is locked and how much is
+    in memory now, and its slots by state."""
 
     slots: int
     slot_bytes: int
     data_bytes: int
     pages: str
     census: dict[str, int]
+    locked_bytes: int = 0
+    resident_bytes: int = 0
 
 
 class WorkerStatus(Struct, frozen=True):
@@ -91,11 +101,30 @@ class ClientStatus(Struct, frozen=True):
     reserved: int
 
 
+class PrewarmStatus(Struct, frozen=True):
+    """What the prewarm process does: `done` of the `goal` experts of its pass, the pause between two reads,
+    the file of the popularity, and the clients whose requests it rests for."""
+
+    state: str
+    done: int
+    goal: int
+    trickle_ms: float
+    histogram: str
+    busy_clients: list[int]
+
+
+class WorkersResult(Struct, frozen=True):
+    """How many workers there were to be before, and from now on."""
+
+    before: int
+    count: int
+
+
 class ConfigValue(Struct, frozen=True):
     """An effective value and where it came from: "default", "file" or a flag."""
 
     key: str
-    value: int | str
+    value: bool | int | str
     origin: str
 
 
@@ -110,7 +139,9 @@ class StatusResult(Struct, frozen=True, kw_only=True):
     vault: VaultStatus
     files: list[FileStatus]
     ring: RingStatus
+    health: str
     workers: list[WorkerStatus]
+    prewarm: PrewarmStatus
     clients: list[ClientStatus]
     counters: dict[str, int]
     hit_rate: float | None
@@ -169,18 +200,56 @@ class Status(Command[StatusResult], tag="status", frozen=True, kw_only=True):
 
 
 class Stop(Command[StopResult], tag="stop", frozen=True, kw_only=True):
-    """Stop a running system in order: no new demand, reads finish, the ring is removed."""
+    """Stop a running system in order: no new demand, reads finish, prewarm is joined, the histogram is
+    saved, the ring is removed, or with keep_ring left to the next `smoe-mp up`."""
+
+    keep_ring: bool = False
 
     result = StopResult
-    cli = "down NAME [--timeout S]"
+    cli = "down NAME [--keep-ring] [--timeout S]"
     example = "smoe-mp down smoe-demo"
 
     def run(self, system: System, control: dict[str, int]) -> StopResult:
-        return msgspec.convert(system.request_stop(), StopResult)
+        return msgspec.convert(system.request_stop(self.keep_ring), StopResult)
 
 
-AnyCommand = Ping | Status | Stop
-COMMANDS: dict[str, type[AnyCommand]] = {"ping": Ping, "status": Status, "stop": Stop}
+class Workers(Command[WorkersResult], tag="workers", frozen=True, kw_only=True):
+    """Change the number of worker processes of a running system; surplus ones finish their read."""
+
+    count: Annotated[int, Meta(ge=1, le=127)]
+
+    result = WorkersResult
+    cli = "workers NAME COUNT"
+    example = "smoe-mp workers smoe-demo 4"
+
+    def run(self, system: System, control: dict[str, int]) -> WorkersResult:
+        return msgspec.convert(system.set_workers(self.count), WorkersResult)
+
+
+class Prewarm(Command[PrewarmStatus], tag="prewarm", frozen=True, kw_only=True):
+    """Steer the prewarm process: begin a pass anew, pause, resume, or set the pause between two reads."""
+
+    action: Literal["run", "pause", "resume", "trickle"]
+    trickle_ms: Annotated[int, Meta(ge=0, le=60_000)] | None = None
+
+    result = PrewarmStatus
+    cli = "prewarm NAME run|pause|resume|trickle [--ms N]"
+    example = "smoe-mp prewarm smoe-demo pause"
+
+    def run(self, system: System, control: dict[str, int]) -> PrewarmStatus:
+        if (self.action == "trickle") != (self.trickle_ms is not None):
+            raise ConfigError("prewarm: trickle takes trickle_ms, the other actions do not")
+        return msgspec.convert(system.prewarm(self.action, self.trickle_ms), PrewarmStatus)
+
+
+AnyCommand = Ping | Status | Stop | Workers | Prewarm
+COMMANDS: dict[str, type[AnyCommand]] = {
+    "ping": Ping,
+    "status": Status,
+    "stop": Stop,
+    "workers": Workers,
+    "prewarm": Prewarm,
+}
 
 
 def help_text(command: type[AnyCommand]) -> str:

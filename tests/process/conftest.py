@@ -16,11 +16,11 @@ from systems import VAULT, System, Up, assert_nothing_left, write_config
 
 
 @pytest.fixture
-def vault() -> Path:
-    """The original's small vault: 3 layers of 8 experts."""
+def vault(tmp_path: Path) -> Path:
+    """A copy of the original's small vault, 3 layers of 8 experts: a system writes its histogram beside."""
     if not VAULT.is_file():
         pytest.skip(f"{VAULT.name}: the shared vaults are not here")
-    return VAULT
+    return Path(shutil.copy(VAULT, tmp_path / VAULT.name))
 
 
 @pytest.fixture
@@ -45,9 +45,20 @@ def up(ring_name: str, vault: Path, tmp_path: Path) -> Iterator[Up]:
     """Starts systems (`Up`), by default with the name `ring_name`; they are stopped at the end."""
     started: list[System] = []
 
-    def start(*, slots: int = 16, workers: int = 2, name: str = "", flags: tuple[str, ...] = ()) -> System:
+    fixture_vault = vault
+
+    def start(
+        *,
+        slots: int = 16,
+        workers: int = 2,
+        name: str = "",
+        flags: tuple[str, ...] = (),
+        vault: Path | None = None,
+        more: str = "",
+    ) -> System:
         stem = f"system{len(started)}"
-        config = write_config(tmp_path / f"{stem}.toml", name or ring_name, vault, slots, workers)
+        path = tmp_path / f"{stem}.toml"
+        config = write_config(path, name or ring_name, vault or fixture_vault, slots, workers, more=more)
         system = System(name or ring_name, config, flags, tmp_path / f"{stem}.stderr")
         started.append(system)
         return system

@@ -1,18 +1,30 @@
-"""Running systems for tests: starting them, asking them, and looking for what they leave behind."""
+"""Running systems for tests: starting them, asking them, killing them, and looking for what they leave
+behind."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import posix_ipc
 
 from smoe_mp import runtime
+from smoe_mp.control.client import ControlClient
+from smoe_mp.control.commands import Command, Status, StatusResult
+from smoe_mp.process import ExitWatch
+from smoe_mp.quant import packed_sizes
+from smoe_mp.sources import open_source
+from smoe_mp.vault_writer import VaultWriter
 
 VAULT = Path(__file__).resolve().parents[3] / "shared/vaults/qwen3-tiny.q4.smoe"
 LIMIT_S = 60  # a bound for what always happens, so that a fault ends the test
@@ -34,6 +46,68 @@ def segments_of(name: str) -> list[str]:
             continue
         found.append(segment)
     return found
+
+
+def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+    """Poll until `condition` holds."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.005)
+
+
+def ask(name: str, command: Command[Any]) -> Any:
+    """The answer of the system that serves the ring `name`."""
+    with ControlClient(name, timeout_ms=LIMIT_S * 1000) as control:
+        return control.call(command)
+
+
+def status_of(name: str) -> StatusResult:
+    result: StatusResult = ask(name, Status())
+    return result
+
+
+# --- vaults ------------------------------------------------------------------------------------------------
+
+
+def make_vault(path: Path, *, layers: int = 1, experts: int = 8, side: int = 64) -> Path:
+    """A vault of `layers` x `experts` experts of three `side` x `side` tensors, each stamped."""
+    pairs = list(itertools.product(range(layers), range(experts)))
+    shapes = dict.fromkeys(("gate", "up", "down"), (side, side))
+    codes, scales = packed_sizes(side * side, 4)
+    with VaultWriter(path, pairs, bits=4, shapes=shapes, d_model=side, vocab_size=64, ffn_dim=side) as writer:
+        for index, (layer, expert) in enumerate(pairs):
+            stamp = np.arange(codes, dtype=np.uint32) * 7 + index * 31
+            packed = stamp.astype(np.uint8), np.full(scales // 2, index + 1, np.float16)
+            writer.add_packed(layer, expert, packed, packed, packed)
+    return path
+
+
+def bytes_of(vault: Path) -> dict[tuple[int, int], bytes]:
+    """(layer, expert) to its bytes as they are in the file."""
+    source, raw = open_source(vault), vault.read_bytes()
+    return {(x.layer, x.expert): b"".join(raw[e.offset : e.offset + e.length] for e in x.extents)
+            for x in source.experts}  # fmt: skip
+
+
+# --- processes ---------------------------------------------------------------------------------------------
+
+
+def pids_of(name: str) -> list[int]:
+    """Workers and prewarm processes of the ring `name` that live."""
+    return [int(line.split(":")[0]) for line in processes_of(name)]
+
+
+def kill_and_wait(*pids: int) -> None:
+    """SIGKILL, and wait for the end, also of those that are not ours."""
+    watches = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            watches.append(ExitWatch(pid))
+            os.kill(pid, signal.SIGKILL)
+    for watch in watches:
+        assert watch.wait(LIMIT_S)
+        watch.close()
 
 
 def processes_of(name: str) -> list[str]:
@@ -86,6 +160,23 @@ class System:
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 
+    def ask(self, command: Command[Any]) -> Any:
+        return ask(self.name, command)
+
+    def look(self) -> StatusResult:
+        """`status` without a process of its own."""
+        return status_of(self.name)
+
+    def kill(self, everything: bool = False) -> None:
+        """SIGKILL the supervisor, or all of it at once, and wait until no process of it is left."""
+        children = [ExitWatch(pid) for pid in pids_of(self.name)]
+        for pid in (self.process.pid, *(child.pid for child in children if everything)):
+            os.kill(pid, signal.SIGKILL)
+        self.wait()
+        for child in children:
+            assert child.wait(LIMIT_S)
+            child.close()
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
@@ -108,17 +199,25 @@ class System:
 
 
 class Up(Protocol):
-    """`up(slots=..., workers=..., name=..., flags=(...))` starts a system and returns it, ready."""
+    """`up(slots=..., workers=..., name=..., flags=(...))` starts a system and returns it, ready.  `vault`:
+    another than the fixture's; `more`: further lines of the configuration."""
 
     def __call__(
-        self, *, slots: int = 16, workers: int = 2, name: str = "", flags: tuple[str, ...] = ()
+        self,
+        *,
+        slots: int = 16,
+        workers: int = 2,
+        name: str = "",
+        flags: tuple[str, ...] = (),
+        vault: Path | None = None,
+        more: str = "",
     ) -> System: ...
 
 
-def write_config(path: Path, name: str, vault: Path, slots: int, workers: int) -> Path:
+def write_config(path: Path, name: str, vault: Path, slots: int, workers: int, *, more: str = "") -> Path:
     """A configuration file for a ring on `vault`."""
     path.write_text(
         f"name = {json.dumps(name)}\nvault.path = {json.dumps(str(vault))}\n"
-        f"ring.slots = {slots}\nworkers.count = {workers}\n"
+        f"ring.slots = {slots}\nworkers.count = {workers}\n{more}"
     )
     return path

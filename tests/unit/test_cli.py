@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from smoe_mp import cli
+from smoe_mp import cli, segments
 from smoe_mp.config import OPTIONS
 from smoe_mp.control.commands import (
     ClientStatus,
     ConfigValue,
     FileStatus,
+    PrewarmStatus,
     RingStatus,
     StatusResult,
     StopResult,
@@ -27,7 +28,7 @@ from smoe_mp.control.commands import (
     WorkerStatus,
 )
 
-COMMANDS = ("up", "down", "status", "inspect", "demo")
+COMMANDS = ("up", "down", "status", "workers", "prewarm", "size", "doctor", "inspect", "demo")
 
 
 @pytest.fixture(autouse=True)
@@ -72,20 +73,78 @@ def test_help_has_an_example(
         assert all(option.flag in out for option in OPTIONS.values())
 
 
-@pytest.mark.parametrize("command", ["status", "down"])
+ON_A_RING: list[tuple[str, tuple[str, ...]]] = [
+    ("status", ()),
+    ("down", ()),
+    ("down", ("--keep-ring",)),
+    ("workers", ("4",)),
+    ("prewarm", ("pause",)),
+]
+
+
+@pytest.mark.parametrize(("command", "more"), ON_A_RING)
 def test_unknown_ring(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, more: tuple[str, ...]
 ) -> None:
-    assert run(monkeypatch, command, "nobody") == 4
+    assert run(monkeypatch, command, "nobody", *more) == 4
     assert "no system serves the ring 'nobody'" in error_of(capsys)
 
 
-@pytest.mark.parametrize("command", ["status", "down"])
+@pytest.mark.parametrize(("command", "more"), ON_A_RING)
 def test_a_name_that_no_ring_can_have(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, more: tuple[str, ...]
 ) -> None:
-    assert run(monkeypatch, command, "x" * 31) == 2
+    assert run(monkeypatch, command, "x" * 31, *more) == 2
     assert "31" in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("workers", "r", "0"),
+        ("workers", "r", "128"),
+        ("workers", "r", "some"),
+        ("prewarm", "r", "dance"),
+        ("prewarm", "r", "trickle", "--ms", "-1"),
+    ],
+)
+def test_numbers_and_words_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert run(monkeypatch, *words) == 2
+    assert "Usage: " in capsys.readouterr().err
+
+
+def test_size_of_a_configuration_that_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('name = "r"\nvault.path = "none.smoe"\n')
+    assert run(monkeypatch, "size", config) == 3
+    assert "none.smoe" in error_of(capsys)
+    assert run(monkeypatch, "size", config, "--ring", "70000") == 2
+    assert error_of(capsys).startswith("--ring 70000: must be a whole number")
+
+
+def test_what_the_doctor_says() -> None:
+    out = io.StringIO()
+    found = [
+        segments.Found("a", "live", 5 << 20, True, ("supervisor (pid 3)",), 0),
+        segments.Found("b", "live", 1 << 20, False, ("[bold]engine[/bold] (pid 4)",), 0),
+        segments.Found("c", "creating", 0, False, (), 1000),
+        segments.Found("d", "gone", 0, False, (), 0),
+    ]
+    assert [f.orphan for f in found] == [False, False, True, True]
+    cli._draw_rings(found, ["d"], Console(file=out, width=100))
+    rows = {line.split()[1]: line for line in out.getvalue().splitlines() if line.startswith("│ ")}
+    assert "served" in rows["a"]
+    assert "no supervisor, but in use by [bold]engine[/bold] (pid 4)" in rows["b"]
+    assert "ORPHAN" in rows["c"]
+    assert "orphan, removed" in rows["d"]
+    assert "1 orphans: smoe-mp doctor --clean removes them" in out.getvalue()
+    out = io.StringIO()
+    cli._draw_rings([], [], Console(file=out))
+    assert out.getvalue() == "no rings in shared memory\n"
 
 
 def test_wrong_configuration(
@@ -104,8 +163,8 @@ def test_flags_are_checked_like_the_file(
 ) -> None:
     config = tmp_path / "c.toml"
     config.write_text('name = "r"\nvault.path = "m"\n')
-    assert run(monkeypatch, "up", config, "--ring", "0") == 2
-    assert error_of(capsys).startswith("--ring 0: must be a whole number from 1 to 65535")
+    assert run(monkeypatch, "up", config, "--ring", "-1") == 2
+    assert error_of(capsys).startswith("--ring -1: must be a whole number from 0 to 65535")
 
 
 def test_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +216,8 @@ def some_status() -> StatusResult:
         clients=[ClientStatus(0, 20, True, "[bold]engine[/bold]", 8)],
         counters={"hits": 12345, "device_bytes": 5 << 30},
         hit_rate=0.464,
+        health="ok",
+        prewarm=PrewarmStatus("running", 30, 100, 4, "/m.freq", []),
         config=[ConfigValue("ring.slots", 512, "--ring")],
         warnings=["[red]too small"],
     )
@@ -172,6 +233,7 @@ def test_status_is_readable_at_80_columns_without_colour() -> None:
         "r: live for 1 h 6 min",
         "6144 experts, 16 GiB",
         "46.4%",
+        "running, 30 of 100 experts, every 4 ms",
         "12 READY",
         "reads into slot 7",
         "dead",

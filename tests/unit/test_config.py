@@ -72,7 +72,6 @@ def test_slots_may_come_from_the_flag_alone() -> None:
         ("[workers]\ncuont = 3", "workers.cuont", "workers.count"),
         ("[ring]\nslot = 3", "ring.slot", "ring.slots"),
         ("[vault]\ndirekt = 'auto'", "vault.direkt", "vault.direct"),
-        ("[wrokers]\ncount = 3", "wrokers", "workers.count"),
         ("slots = 3", "slots", "ring.slots"),
         ("[ring]\ncount = 3", "ring.count", "workers.count"),
         ("nmae = 'x'", "nmae", "name"),
@@ -109,9 +108,14 @@ def test_wrong_value_is_named_with_what_is_allowed(key: str, value: str) -> None
     assert message.startswith(f"{FILE}: {key} = {shown}: must be {OPTIONS[key].allowed}")
 
 
-def test_automatic_slots_are_refused_for_now() -> None:
-    assert "give the number of slots" in refusal("ring.slots = 0")
-    assert "give the number of slots" in refusal('name = "r"\nvault.path = "m.smoe"\n')
+def test_unknown_section_names_the_nearest() -> None:
+    assert refusal("[wrokers]\ncount = 3") == (
+        f"{FILE}: unknown section [wrokers]; the nearest known one is [workers]"
+    )
+
+
+def test_slots_are_automatic_unless_given() -> None:
+    assert parse('name = "r"\nvault.path = "m.smoe"\n').config.ring.slots == 0
 
 
 def test_flag_out_of_range_names_the_flag() -> None:
@@ -120,9 +124,9 @@ def test_flag_out_of_range_names_the_flag() -> None:
     )
 
 
-@pytest.mark.parametrize("missing", ["name", "vault.path", "ring.slots"])
+@pytest.mark.parametrize("missing", ["name", "vault.path"])
 def test_missing_key(missing: str) -> None:
-    lines = {"name": 'name = "r"', "vault.path": 'vault.path = "m"', "ring.slots": "ring.slots = 8"}
+    lines = {"name": 'name = "r"', "vault.path": 'vault.path = "m"'}
     text = "\n".join(line for key, line in lines.items() if key != missing)
     assert f"{FILE}: {missing} is missing" in refusal(text)
 

@@ -21,7 +21,16 @@ import zmq
 from smoe_mp import runtime
 from smoe_mp.control import protocol, server
 from smoe_mp.control.client import ControlClient
-from smoe_mp.control.commands import COMMANDS, Ping, PingResult, Status, Stop
+from smoe_mp.control.commands import (
+    COMMANDS,
+    Ping,
+    PingResult,
+    Prewarm,
+    Status,
+    Stop,
+    Workers,
+    WorkersResult,
+)
 from smoe_mp.control.server import ControlServer
 from smoe_mp.errors import ConfigError, ControlError, NoAnswer, Refused, RingReplaced
 
@@ -34,6 +43,7 @@ class FakeSystem:
 
     def __init__(self) -> None:
         self.stops = 0
+        self.kept = False
         self.fault: Exception | None = None
 
     def identity(self) -> dict[str, Any]:
@@ -54,6 +64,15 @@ class FakeSystem:
                 "pages": "4 KiB pages",
                 "census": {"EMPTY": 8},
             },
+            "health": "ok",
+            "prewarm": {
+                "state": "idle",
+                "done": 0,
+                "goal": 0,
+                "trickle_ms": 4.0,
+                "histogram": "/m.freq",
+                "busy_clients": [],
+            },
             "workers": [{"id": 0, "pid": 8, "alive": True, "slot": None}],
             "clients": [{"id": 0, "pid": 9, "alive": True, "label": "x", "reserved": 0, "more": 1}],
             "counters": {"hits": 3},
@@ -62,8 +81,15 @@ class FakeSystem:
             "warnings": [],
         }
 
-    def request_stop(self) -> dict[str, Any]:
+    def set_workers(self, count: int) -> dict[str, Any]:
+        return {"before": 1, "count": count}
+
+    def prewarm(self, action: str, trickle_ms: int | None = None) -> dict[str, Any]:
+        return {**self.status()["prewarm"], "state": action, "trickle_ms": float(trickle_ms or 4)}
+
+    def request_stop(self, keep_ring: bool = False) -> dict[str, Any]:
         self.stops += 1
+        self.kept = keep_ring
         return {"name": NAME, "pid": 7, "uptime_s": 1.5, "counters": {"hits": 3}, "hit_rate": None}
 
 
@@ -178,6 +204,12 @@ BAD = {
     "unknown field": (request("stop", now=True), "Malformed", "a1"),
     "text as deadline": (request("stop", deadline_ms="1"), "Malformed", "a1"),
     "no time": (request("stop", deadline_ms=0), "Malformed", "a1"),
+    "no worker": (request("workers", count=0), "Malformed", "a1"),
+    "128 workers": (request("workers", count=128), "Malformed", "a1"),
+    "workers in words": (request("workers", count="4"), "Malformed", "a1"),
+    "an action that is none": (request("prewarm", action="dance"), "Malformed", "a1"),
+    "no action": (request("prewarm"), "Malformed", "a1"),
+    "a trickle below 0": (request("prewarm", action="trickle", trickle_ms=-1), "Malformed", "a1"),
     "a list as id": (request("stop", id=["a1"]), "Malformed", None),
     "a long id": (request("stop", id="x" * 129), "Malformed", None),
     "a huge id": (b'{"v":1,"command":"stop","id":' + b"9" * 5000 + b"}", "Malformed", None),
@@ -305,6 +337,21 @@ def test_calls_give_typed_results(serving: ControlServer, system: FakeSystem) ->
         assert (status.ring.slots, status.workers[0].slot, status.control["requests"]) == (8, None, 2)
         assert control.call(Stop()).hit_rate is None
         assert system.stops == 1
+
+
+def test_the_commands_that_change_something(serving: ControlServer, system: FakeSystem) -> None:
+    with ControlClient(NAME, timeout_ms=LIMIT_MS) as control:
+        assert control.call(Workers(count=127)) == WorkersResult(before=1, count=127)
+        assert control.call(Prewarm(action="pause")).state == "pause"
+        assert control.call(Prewarm(action="trickle", trickle_ms=0)).trickle_ms == 4
+        assert control.call(Prewarm(action="trickle", trickle_ms=7)).trickle_ms == 7
+        for wrong in (Prewarm(action="trickle"), Prewarm(action="run", trickle_ms=4)):
+            with pytest.raises(Refused, match="ConfigError: prewarm: trickle takes trickle_ms"):
+                control.call(wrong)
+        control.call(Stop(keep_ring=True))
+        assert system.kept
+        control.call(Stop())
+        assert not system.kept
 
 
 def test_an_error_becomes_refused(serving: ControlServer, system: FakeSystem) -> None:

@@ -1,0 +1,108 @@
+"""`smoe-mp bench io|hit|miss|idle`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from smoe_mp.bench import Progress, Report, hit, idle, io, miss
+from smoe_mp.errors import ConfigError
+
+app = typer.Typer(
+    name="bench",
+    help="Measure what is claimed: each benchmark says what it measures, against what, and how sure it is.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A short form: seconds, and wide intervals.")]
+Scratch = Annotated[
+    Path, typer.Option("--scratch", metavar="DIR", help="Where the scratch file is made and kept.")
+]
+Slots = Annotated[str, typer.Option("--slots", metavar="N,N", help="Ring sizes.")]
+
+
+@app.command(
+    "io", help="Bytes/s through the ring over bare processes.\n\nExample: smoe-mp bench io --sizes 3,9"
+)
+def bench_io(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    sizes: Annotated[str, typer.Option("--sizes", metavar="MIB,MIB", help="Sizes of experts.")] = "",
+    workers: Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")] = "",
+) -> None:
+    sizes_mib, counts = _numbers("--sizes", sizes, 1, 1024), _numbers("--workers", workers, 1, 127)
+    with _bar() as progress:
+        report = io.run(progress, scratch, quick=quick, sizes_mib=sizes_mib, workers=counts)
+    _show(report, as_json)
+
+
+@app.command("hit", help="Taking and giving back a resident.\n\nExample: smoe-mp bench hit --slots 64,4096")
+def bench_hit(as_json: AsJson = False, quick: Quick = False, slots: Slots = "") -> None:
+    sizes = _numbers("--slots", slots, 8, 65535) or hit.SLOTS
+    with _bar() as progress:
+        report = hit.run(progress, quick=quick, slots=sizes)
+    _show(report, as_json)
+
+
+@app.command("miss", help="Issuing a miss.\n\nExample: smoe-mp bench miss --slots 4096 --hits 0,300")
+def bench_miss(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    slots: Slots = "",
+    hits: Annotated[str, typer.Option("--hits", metavar="N,N", help="Hits between two misses.")] = "",
+) -> None:
+    sizes = _numbers("--slots", slots, 8, 65535) or miss.SLOTS
+    between = _numbers("--hits", hits, 0, 10**6) or miss.HITS
+    with _bar() as progress:
+        report = miss.run(progress, quick=quick, slots=sizes, hits=between)
+    _show(report, as_json)
+
+
+@app.command("idle", help="CPU time of a system that does nothing.\n\nExample: smoe-mp bench idle --quick")
+def bench_idle(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
+    ] = idle.WORKERS,
+) -> None:
+    with _bar() as progress:
+        report = idle.run(progress, quick=quick, workers=workers)
+    _show(report, as_json)
+
+
+def _numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
+    """The whole numbers of "1,3,9"; ConfigError names what is none."""
+    found = []
+    for word in filter(None, (w.strip() for w in text.split(","))):
+        if not word.isascii() or not word.isdigit() or not least <= int(word) <= most:
+            raise ConfigError(f"{flag} {text}: {word!r} is no whole number from {least} to {most}")
+        found.append(int(word))
+    return tuple(dict.fromkeys(found))
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Progress]:
+    """A progress bar on stderr, as a function."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.plain(), indent=2))
+    else:
+        report.draw(Console())

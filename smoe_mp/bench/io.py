@@ -1,0 +1,288 @@
+"""bench io: bytes a second through the ring, against the same reads by as many bare processes.
+
+One side is a ring with N workers and a client that keeps batches of 8 random experts in flight, enough of
+them that no worker ever waits for work; the other, N processes that do nothing but pread into shared
+memory of the same kind and size.  Both read the same kind of sequence: random experts, none again before
+a ring's worth of others, so that every one is a miss.  Sides in turn, the one that begins changing from
+round to round.
+
+All reads are direct (O_DIRECT), from a scratch file of allocated random bytes that was itself written
+past the page cache.  Where direct reads are refused there is no benchmark.  The device's own count of
+bytes read stands beside the bytes wanted; what lies below the device (a host's cache, a drive's) no
+program can see from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smoe_mp import segments
+from smoe_mp.bench import Figure, Progress, Report, Share, machine
+from smoe_mp.bench.rings import BenchRing, bench_ring, flat_source, native_one
+from smoe_mp.bench.stats import Goal
+from smoe_mp.errors import ConfigError, SegmentError, SmoeError
+from smoe_mp.runtime import human_bytes
+
+MIB = 1 << 20
+SIZES_MIB = (9,)
+WORKERS = (4, 16)
+BATCH = 8
+AT_LEAST = 0.95
+FILE_BYTES, FILE_BYTES_QUICK = 4 << 30, 128 << 20
+SPARE_BYTES = 256 << 20  # left free on the file system
+CHUNK = 16 * MIB
+
+WHAT = (
+    "bytes a second of random direct reads through the ring (all misses, workers always busy), over the same"
+    " reads by as many bare processes into shared memory."
+)
+
+
+@dataclass
+class _Side:
+    """One side of one setting, round by round."""
+
+    gb_per_s: list[float] = field(default_factory=list)
+    cpu_s_per_gb: list[float] = field(default_factory=list)
+    wanted: int = 0
+    device: int | None = 0
+
+    def add(self, line: dict[str, Any], cpu_ns: int, device: int | None) -> None:
+        self.gb_per_s.append(line["bytes"] / line["ns"])
+        self.cpu_s_per_gb.append(cpu_ns / line["bytes"])
+        self.wanted += line["bytes"]
+        self.device = None if device is None or self.device is None else self.device + device
+
+
+def run(
+    progress: Progress,
+    scratch: Path,
+    *,
+    quick: bool = False,
+    sizes_mib: Sequence[int] | None = None,
+    workers: Sequence[int] | None = None,
+) -> Report:
+    """Measure, with a file in the folder `scratch` that is made once and kept."""
+    rounds, run_s = (3, 0.3) if quick else (10, 2.0)
+    sizes = sizes_mib or ((3,) if quick else SIZES_MIB)
+    counts = workers or ((4,) if quick else WORKERS)
+    smallest = FILE_BYTES_QUICK if quick else FILE_BYTES
+    wanted = max(smallest, *(4 * _slots(n) * size * MIB for n in counts for size in sizes))
+    path = scratch_file(scratch, wanted, progress)
+    probe = segments.probe(path)
+    if probe.mode != "direct":
+        raise ConfigError(
+            f"{path}: direct reads are refused here ({probe.reason}), so this would measure the page cache:"
+            " give --scratch a folder on a local disk"
+        )
+    device = Device(path)
+    settings = {"sizes_mib": list(sizes), "workers": list(counts), "rounds": rounds, "run_s": run_s}
+    report = Report("io", WHAT, {**settings, "file": str(path), "fs": probe.fs, "device": device.name})
+    settings_of = [(size, n) for size in sizes for n in counts]
+    for at, (size, n) in enumerate(settings_of):
+        m = _Measurement(path, device, size * MIB, n)
+        m.run(rounds, run_s, max(4096, probe.offset_align), _scaled(progress, m.where, at, len(settings_of)))
+        m.add_to(report)
+    report.notes += _notes(device)
+    return report
+
+
+def _scaled(progress: Progress, what: str, at: int, settings: int) -> Progress:
+    """Progress in one setting as progress in all."""
+    return lambda _, done, total: progress(what, at * total + done, settings * total)
+
+
+def _slots(workers: int) -> int:
+    """Slots of a ring for so many workers: what is in flight, and a batch to be evicted."""
+    return (_batches(workers) + 1) * BATCH
+
+
+def _batches(workers: int) -> int:
+    """Batches in flight, so that workers have work while the oldest batch's last expert is awaited."""
+    return -(-2 * workers // BATCH) + 1
+
+
+class _Measurement:
+    """One size of experts and number of workers: both sides, round by round."""
+
+    def __init__(self, path: Path, device: Device, size: int, workers: int) -> None:
+        self.path, self.device, self.size, self.workers = path, device, size, workers
+        self.where = f"{size // MIB} MiB, {workers} workers"
+        self.ring, self.bare = _Side(), _Side()
+
+    def run(self, rounds: int, run_s: float, read_align: int, progress: Progress) -> None:
+        """A round not counted, in which every worker meets every slot and the speed is seen, from which a
+        run's length (about `run_s` seconds) follows; then the rounds."""
+        slots = _slots(self.workers)
+        source = flat_source(self.path, self.size, self.path.stat().st_size // self.size)
+        with bench_ring(source, slots=slots, workers=self.workers, read_align=read_align) as ring:
+            least = 2 * slots
+            progress("", 0, rounds + 1)
+            self._through_ring(ring, 0, least)
+            speed = self._run_bare(0, least)
+            reads = max(least, int(speed * run_s / self.size)) // BATCH * BATCH
+            self.ring, self.bare = _Side(), _Side()
+            for at in range(rounds):
+                progress("", at + 1, rounds + 1)
+                if at % 2 == 0:
+                    self._through_ring(ring, 2 * at + 1, reads)
+                    self._run_bare(2 * at + 2, reads)
+                else:
+                    self._run_bare(2 * at + 1, reads)
+                    self._through_ring(ring, 2 * at + 2, reads)
+            progress("", rounds + 1, rounds + 1)
+            mode = ring.segments.files()[0]["mode"]
+        if mode != "direct":
+            raise SmoeError(f"{self.path}: the workers read it in mode {mode}, not direct: no figures")
+
+    def _through_ring(self, ring: BenchRing, seed: int, reads: int) -> None:
+        before, cpu = self.device.bytes_read(), ring.workers_cpu_ns()
+        line = native_one(
+            *("stream", ring.name, "--reads", reads, "--seed", seed),
+            *("--batch", BATCH, "--batches", _batches(self.workers)),
+        )
+        cpu = ring.workers_cpu_ns() - cpu + line["cpu_ns"]
+        ring.check()
+        if line["hits"]:
+            raise SmoeError(f"ring {ring.name}: {line['hits']} experts were hits where all should be read")
+        self.ring.add(line, cpu, _since(self.device, before))
+
+    def _run_bare(self, seed: int, reads: int) -> float:
+        """Returns the bytes a second."""
+        before = self.device.bytes_read()
+        line = native_one(
+            *("bare", self.path, "--reads", reads, "--seed", seed, "--bytes", self.size),
+            *("--slots", _slots(self.workers), "--processes", self.workers),
+        )
+        self.bare.add(line, line["cpu_ns"], _since(self.device, before))
+        return self.bare.gb_per_s[-1] * 1e9
+
+    def add_to(self, report: Report) -> None:
+        for name, side in ((f"{self.where}: ring", self.ring), (f"{self.where}: bare", self.bare)):
+            report.figures.append(Figure(name, "GB/s", side.gb_per_s))
+            report.figures.append(Figure(f"{name}, CPU", "s/GB", side.cpu_s_per_gb))
+            device = "unknown" if side.device is None else f"{side.device / side.wanted:.3f} times that"
+            report.notes.append(f"{name}: wanted {human_bytes(side.wanted)}; the device read {device}.")
+            report.extra.setdefault("bytes", []).append(
+                {"side": name, "wanted": side.wanted, "device": side.device}
+            )
+        goal = Goal("at least", AT_LEAST)
+        report.shares += [
+            Share(f"{self.where}: ring / bare, bytes/s", self.ring.gb_per_s, self.bare.gb_per_s, goal),
+            Share(f"{self.where}: ring / bare, CPU", self.ring.cpu_s_per_gb, self.bare.cpu_s_per_gb),
+        ]
+
+
+# --- the device ------------------------------------------------------------------------------------------
+
+
+class Device:
+    """The block device under a file, as far as the system names one: `name` is "" where it does not."""
+
+    def __init__(self, path: Path) -> None:
+        dev = path.stat().st_dev
+        self._stat = Path(f"/sys/dev/block/{os.major(dev)}:{os.minor(dev)}/stat")
+        self.name = self._stat.parent.resolve().name if self._stat.exists() else ""
+
+    def bytes_read(self) -> int | None:
+        """Bytes read from it since the system started, by anybody; None where that is not told."""
+        if not self.name:
+            return None
+        return int(self._stat.read_text().split()[2]) * 512  # the unit is 512 bytes whatever the device's
+
+
+def _since(device: Device, before: int | None) -> int | None:
+    after = device.bytes_read()
+    return None if before is None or after is None else after - before
+
+
+def _notes(device: Device) -> list[str]:
+    notes = [
+        f"Device bytes: /sys/block's count for {device.name}, which counts everybody's reads."
+        if device.name
+        else "This file system names no block device: what the device read is not known."
+    ]
+    if machine()["virtual"]:
+        notes.append(
+            "This is a virtual machine: its host may answer from a cache of its own, and what a drive read"
+            " cannot be known here. Ratios compare both sides alike; do not take GB/s for a drive's."
+        )
+    return notes
+
+
+# --- the scratch file ------------------------------------------------------------------------------------
+
+
+def scratch_file(folder: Path, size: int, progress: Progress) -> Path:
+    """A file of at least `size` allocated random bytes in `folder`; one that is there already is taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = -(-size // CHUNK) * CHUNK
+    path = folder / "bench-io.bin"
+    if path.exists() and _is_whole(path, size):
+        return path
+    free = shutil.disk_usage(folder).free + (path.stat().st_blocks * 512 if path.exists() else 0)
+    if free < size + SPARE_BYTES:
+        raise SegmentError(
+            f"{folder}: the scratch file needs {human_bytes(size)}, and {human_bytes(free)} are free:"
+            " give --scratch another folder"
+        )
+    path.unlink(missing_ok=True)
+    partial = path.with_suffix(".partial")
+    try:
+        with _writable(partial) as fd:
+            _write_random(fd, size, progress)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    if not _is_whole(path, size):
+        raise SmoeError(
+            f"{path}: {human_bytes(size)} were written and {human_bytes(path.stat().st_blocks * 512)} are"
+            " allocated: this file system compresses or thins out, and a benchmark on it would lie"
+        )
+    return path
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    st = path.stat()
+    return st.st_size >= size and st.st_blocks * 512 >= st.st_size
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[int]:
+    """A descriptor for direct writes, or for plain ones where those are refused; what it leaves in the
+    page cache is dropped at the end."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError:
+        fd = os.open(path, flags, 0o600)
+    try:
+        yield fd
+        os.fsync(fd)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _write_random(fd: int, size: int, progress: Progress) -> None:
+    random = np.random.default_rng()  # never the same bytes twice: nothing below can share blocks
+    with mmap.mmap(-1, CHUNK) as chunk:  # page-aligned, as direct writes want it
+        for done in range(0, size, CHUNK):
+            progress("scratch file, MiB", done // MIB, size // MIB)
+            chunk[:] = random.bytes(CHUNK)
+            left = memoryview(chunk)
+            while left:
+                n = os.write(fd, left)
+                left = left[n:]
+            left.release()
+    progress("scratch file, MiB", size // MIB, size // MIB)

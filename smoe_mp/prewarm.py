@@ -1,0 +1,202 @@
+"""The prewarm process: loads the most popular experts while nobody needs the disk.
+
+    python -m smoe_mp.prewarm --name NAME --creation HEX --histogram FILE --fingerprint HEX
+
+Started and kept alive by the supervisor, like a worker.  A pass goes through the experts by popularity
+(ties and the first boot: table order) and guesses each that is not in the ring, through the speculative
+queue, `trickle` apart; it ends after slots - max(128, slots / 4) experts, so that the live working set
+keeps that headroom.  It begins at the start and anew after each request, and rests while any client is busy
+or somebody has paused it; both are looked at before every push.
+
+The words that steer it and that it reports in lie in shared memory.  It also keeps the histogram's file:
+every minute if counts have changed, and after each request; the supervisor saves it once more at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe_mp import histogram
+from smoe_mp._native import check, ffi, lib, new_error
+from smoe_mp.errors import SmoeError
+from smoe_mp.segments import PREWARM_STATES, PREWARM_WORDS, STATES, read_histogram
+
+SAVE_EVERY_S = 60.0
+#: Guesses of ours that may wait at a time, so that a demand that turns up finds the workers free soon.
+QUEUE_MOST = 4
+#: Turns that one expert is tried again for while the ring gives no slot for a guess.
+TRIES_MOST = 250
+LOOK_MS = 1000
+
+_IDLE, _RUNS, _BUSY, _PAUSED, _SMALL = range(1, len(PREWARM_STATES))
+_LIVE = STATES.index("live")
+
+
+def budget(slots: int) -> int:
+    """How many experts a pass loads at most: the ring less the headroom max(128, slots / 4), 0 where that
+    leaves nothing."""
+    return max(0, slots - max(128, slots // 4))
+
+
+def by_popularity(counts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """Expert indices, most popular first; equal ones in table order."""
+    return np.argsort(-counts.astype(np.int64), kind="stable")
+
+
+class Prewarmer:
+    """One ring's prewarm process; `run` returns when it is told to stop or the ring ends."""
+
+    def __init__(self, name: str, creation: str, path: Path, fingerprint: bytes) -> None:
+        out, error = ffi.new("smoe_ring **"), new_error()
+        check(lib.smoe_attach(name.encode(), lib.SMOE_ROLE_PREWARM, 0, b"prewarm", out, error), error, name)
+        self._ring = out[0]
+        self._name, self._path, self._fingerprint = name, path, fingerprint
+        info = ffi.new("smoe_info *")
+        lib.smoe_get_info(self._ring, info)
+        if creation and creation != f"{info.creation[0]:016x}{info.creation[1]:016x}":
+            raise SmoeError(f"ring {name}: was replaced")
+        self._n, self._budget = int(info.n_experts), budget(int(info.n_slots))
+        pair = ffi.new("uint32_t[2]")
+        self._pairs: list[tuple[int, int]] = []
+        for index in range(self._n):
+            lib.smoe_expert_pair(self._ring, index, pair, pair + 1)
+            self._pairs.append((int(pair[0]), int(pair[1])))
+        # What is in the file is not known here: of a ring that was adopted there may be more to save.
+        self._saved: npt.NDArray[np.uint32] | None = None
+        self._save_due = time.monotonic() + SAVE_EVERY_S
+        self._stop = False
+        self._warned = ""
+
+    def stop(self) -> None:
+        """To be called from a signal handler: end at the next look."""
+        self._stop = True
+        lib.smoe_prewarm_set(self._ring, PREWARM_WORDS["pause"], self._get("pause"))  # rings the bell
+
+    def run(self) -> None:
+        runs, was_busy = -1, False
+        plan: Iterator[int] = iter(())
+        while True:
+            bell = self._get("bell")  # before all that it announces
+            if self._stop or lib.smoe_ring_state(self._ring) != _LIVE:
+                break
+            busy = bool(lib.smoe_busy_clients(self._ring))
+            if was_busy and not busy:
+                runs = -1  # the request is over: anew
+                self._save()
+            was_busy = busy
+            if time.monotonic() >= self._save_due:
+                self._save()
+            if busy or self._get("pause"):
+                self._rest(_BUSY if busy else _PAUSED, bell)
+                continue
+            if runs != self._get("run"):
+                runs = self._get("run")
+                plan = self._pass()
+            if next(plan, None) is None:
+                self._rest(_IDLE if self._budget else _SMALL, bell)
+            else:
+                lib.smoe_prewarm_sleep(self._ring, bell, max(1, self._get("trickle_us") // 1000))
+        lib.smoe_prewarm_set(self._ring, PREWARM_WORDS["state"], 0)
+        lib.smoe_detach(self._ring)
+
+    def _get(self, which: str) -> int:
+        return int(lib.smoe_prewarm_get(self._ring, PREWARM_WORDS[which] if which != "bell" else 0))
+
+    def _say(self, which: str, value: int) -> None:
+        lib.smoe_prewarm_set(self._ring, PREWARM_WORDS[which], value)
+
+    def _rest(self, state: int, bell: int) -> None:
+        self._say("state", state)
+        lib.smoe_prewarm_sleep(self._ring, bell, LOOK_MS)
+
+    def _pass(self) -> Iterator[int]:
+        """One pass; yields after each push, and after each look that could not push."""
+        counts = read_histogram(self._ring, self._n)
+        order = by_popularity(counts)[: self._budget]
+        self._say("goal", len(order))
+        self._say("done", 0)
+        for done, index in enumerate(order, 1):
+            for _ in range(TRIES_MOST):
+                if self._resident(int(index)):
+                    break
+                self._say("state", _RUNS)
+                if lib.smoe_queue_length(self._ring, 1) < QUEUE_MOST:
+                    self._guess(int(index))
+                yield int(index)
+            self._say("done", done)
+
+    def _resident(self, index: int) -> bool:
+        """In the ring, loading or failed: then there is nothing to do."""
+        home = lib.smoe_home(self._ring, index)
+        word = lib.smoe_slot_word(self._ring, home - 1) if home else 0
+        return bool(word & 7) and word >> 11 & 0x1FFFFF == index
+
+    def _guess(self, index: int) -> None:
+        layer, expert = self._pairs[index]
+        lib.smoe_speculate(self._ring, layer, [expert], 1, ffi.NULL)
+
+    def _save(self) -> None:
+        self._save_due = time.monotonic() + SAVE_EVERY_S
+        counts = read_histogram(self._ring, self._n)
+        if self._saved is not None and np.array_equal(counts, self._saved):
+            return
+        try:
+            histogram.save(self._path, self._fingerprint, self._pairs, counts)
+            self._saved = counts
+        except SmoeError as e:
+            if str(e) != self._warned:  # once, not every minute
+                self._warned = str(e)
+                print(f"warning: {e}", file=sys.stderr, flush=True)
+
+
+def _watch(fd: int) -> None:
+    """End with the supervisor: its end of the pipe closes when it dies."""
+    with contextlib.suppress(OSError):
+        os.read(fd, 1)
+    os._exit(3)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="smoe_mp.prewarm")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--creation", default="")
+    parser.add_argument("--histogram", type=Path, required=True)
+    parser.add_argument("--fingerprint", type=bytes.fromhex, required=True)
+    parser.add_argument("--watch-fd", type=int, default=-1)
+    parser.add_argument("--ready-fd", type=int, default=-1)
+    args = parser.parse_args(argv)
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    if args.watch_fd >= 0:
+        threading.Thread(target=_watch, args=(args.watch_fd,), daemon=True).start()
+    try:
+        warmer = Prewarmer(args.name, args.creation, args.histogram, args.fingerprint)
+    except SmoeError as e:
+        print(e, file=sys.stderr)
+        return 1
+
+    def on_term(number: int, frame: Any) -> None:
+        warmer.stop()
+
+    signal.signal(signal.SIGTERM, on_term)
+    if args.ready_fd >= 0:
+        os.write(args.ready_fd, b"r")
+        os.close(args.ready_fd)
+    warmer.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

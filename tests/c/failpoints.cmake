@@ -1,0 +1,22 @@
+# The core once more, with failpoints, and the test that dies at each of them.
+list(TRANSFORM CORE PREPEND ${CMAKE_SOURCE_DIR}/ OUTPUT_VARIABLE CORE_SOURCES)
+add_library(smoe_core_failpoints STATIC ${CORE_SOURCES} ${CMAKE_SOURCE_DIR}/failpoint.c)
+target_include_directories(smoe_core_failpoints PUBLIC ${CMAKE_SOURCE_DIR})
+target_compile_definitions(smoe_core_failpoints PUBLIC SMOE_FAILPOINTS)
+get_target_property(CORE_OPTIONS smoe_core COMPILE_OPTIONS)
+target_compile_options(smoe_core_failpoints PRIVATE ${CORE_OPTIONS})
+get_target_property(CORE_LINKED smoe_core LINK_LIBRARIES)
+target_link_libraries(smoe_core_failpoints PUBLIC ${CORE_LINKED})
+
+add_executable(test_failpoints test_failpoints.c test.c testring.c)
+target_include_directories(test_failpoints PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+target_compile_options(test_failpoints PRIVATE -Wall -Wextra -Werror -Wshadow -Wstrict-prototypes)
+target_link_libraries(test_failpoints PRIVATE smoe_core_failpoints)
+if(SMOE_SANITIZE)
+  target_compile_options(test_failpoints PRIVATE -fsanitize=${SMOE_SANITIZE} -fno-omit-frame-pointer -g)
+  target_link_options(test_failpoints PRIVATE -fsanitize=${SMOE_SANITIZE})
+endif()
+add_test(NAME c.failpoint_names
+  COMMAND ${CMAKE_COMMAND} -D CSRC=${CMAKE_SOURCE_DIR} -P ${CMAKE_CURRENT_SOURCE_DIR}/failpoint_names.cmake)
+add_test(NAME c.test_failpoints COMMAND test_failpoints)
+set_tests_properties(c.test_failpoints PROPERTIES TIMEOUT 600)

@@ -1,0 +1,186 @@
+"""Short forms of the benchmarks: that they run, add up and clean up; never how fast anything was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from smoe_mp import segments
+from smoe_mp.bench import hit, idle, io, miss
+from smoe_mp.bench.cli import app
+from smoe_mp.bench.rings import bench_ring, flat_source, memory_file, native, native_one
+from smoe_mp.errors import ConfigError, SegmentError, SmoeError
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux")
+
+MIB = 1 << 20
+
+
+class Steps:
+    """Takes progress, and holds it to its word."""
+
+    def __init__(self) -> None:
+        self.last: tuple[str, float, float] = ("", 0, 0)
+
+    def __call__(self, what: str, done: float, total: float) -> None:
+        assert 0 <= done <= total
+        self.last = (what, done, total)
+
+    def assert_done(self) -> None:
+        assert self.last[1] == self.last[2] > 0
+
+
+@pytest.fixture
+def steps() -> Iterator[Steps]:
+    made = Steps()
+    yield made
+    made.assert_done()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No segment and no file of a benchmark may be left in memory."""
+
+    def found() -> set[str]:
+        names = (p.name for p in Path("/dev/shm").iterdir())
+        return {n for n in names if n.startswith(("smoe.bench-", "smoe-bench"))}
+
+    before = found()
+    yield
+    assert found() - before == set()
+
+
+def test_hit(steps: Steps) -> None:
+    report = hit.run(steps, quick=True, slots=(16, 64))
+    kinds = ("one hot", "random", "batch of 8, random", "one load")
+    names = [f"C, {kind}, {n} slots" for kind in kinds for n in (16, 64)]
+    assert [f.name for f in report.figures][:8] == names
+    assert [f.name for f in report.figures][8:] == [
+        f"Python, {kind}, 64 slots"
+        for kind in ("fetch one", "fetch 8", "acquire + release one", "acquire + release 8")
+    ]
+    assert all(len(f.values) == report.settings["rounds"] and min(f.values) > 0 for f in report.figures)
+    assert len(report.shares) == 4
+    assert all(share.ratio.n == report.settings["rounds"] for share in report.shares)
+
+
+def test_miss(steps: Steps) -> None:
+    report = miss.run(steps, quick=True, slots=(64, 128), hits=(0, 10))
+    assert len(report.figures) == 2 * 2 * len(miss.SIDES)
+    assert all(len(f.values) == report.settings["rounds"] and min(f.values) > 0 for f in report.figures)
+    goals = {f.name.split(",")[0] for f in report.figures if f.goal}
+    assert goals == {"issue", "issue + wake"}
+    assert len(report.shares) == 4
+
+
+def test_idle(steps: Steps, runtime_dir: Path) -> None:
+    report = idle.run(steps, quick=True, workers=2)
+    supervisor, workers, both = (f.values for f in report.figures)
+    assert [a + b for a, b in zip(supervisor, workers, strict=True)] == list(both)
+    assert report.figures[2].goal is not None
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A folder where direct reads work."""
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(1 << 16))
+    mode = segments.probe(probe).mode
+    if mode != "direct":
+        pytest.skip(f"{tmp_path}: reads are {mode}, not direct")
+    return tmp_path
+
+
+def test_io(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "FILE_BYTES_QUICK", 16 * MIB)
+    report = io.run(steps, disk / "scratch", quick=True, sizes_mib=(1,), workers=(2,))
+    file = disk / "scratch/bench-io.bin"
+    assert report.settings["file"] == str(file)
+    assert file.stat().st_blocks * 512 >= file.stat().st_size
+    assert {s.name for s in report.shares} == {
+        "1 MiB, 2 workers: ring / bare, bytes/s",
+        "1 MiB, 2 workers: ring / bare, CPU",
+    }
+    for side in report.extra["bytes"]:
+        assert side["wanted"] % MIB == 0
+        # Others may read meanwhile; and nothing came from the page cache.
+        assert side["device"] is None or side["device"] >= side["wanted"]
+    assert sorted(p.name for p in file.parent.iterdir()) == ["bench-io.bin"]
+
+
+def test_io_takes_the_file_that_is_there(disk: Path) -> None:
+    one = io.scratch_file(disk, MIB, lambda *_: None)
+    before = one.stat()
+    assert io.scratch_file(disk, MIB, lambda *_: None) == one
+    assert one.stat().st_mtime_ns == before.st_mtime_ns
+    with one.open("rb+") as f:  # a sparse one is none
+        f.truncate(0)
+        f.truncate(before.st_size)
+    assert io.scratch_file(disk, MIB, lambda *_: None).stat().st_blocks * 512 >= before.st_size
+
+
+def test_io_refuses_what_is_no_disk() -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="smoe-bench-", dir="/dev/shm") as folder,
+        pytest.raises(ConfigError, match="direct reads are refused here"),
+    ):
+        io.run(lambda *_: None, Path(folder), quick=True, sizes_mib=(1,), workers=(1,))
+
+
+def test_io_wants_room(tmp_path: Path) -> None:
+    with pytest.raises(SegmentError, match="are free"):
+        io.scratch_file(tmp_path, 1 << 60, lambda *_: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_stream_never_hits_and_wants_enough_experts(tmp_path: Path) -> None:
+    with memory_file(64 * 16384) as path:
+        args = ("--reads", 200, "--seed", 5, "--batch", 4, "--batches", 2)
+        with bench_ring(flat_source(path, 16384, 64), slots=16, workers=2) as ring:
+            for _ in range(3):
+                line = native_one("stream", ring.name, *args)
+                assert line["hits"] == 0
+                assert line["bytes"] == 200 * 16384
+            assert ring.segments.counters()["reads"] == 600
+        with (
+            bench_ring(flat_source(path, 16384, 64), slots=32, workers=1) as ring,
+            pytest.raises(SmoeError, match="64 experts are too few for 32 slots"),
+        ):
+            native_one("stream", ring.name, *args)
+
+
+def test_a_worker_that_dies_ends_the_benchmark() -> None:
+    with memory_file(4 * 16384) as path, bench_ring(flat_source(path, 16384, 4), slots=4, workers=1) as ring:
+        subprocess.run(["kill", "-KILL", str(ring.pids[0])], check=True)
+        assert ring._loop.wait_until(lambda: ring._workers[0].exited, 10)
+        with pytest.raises(SmoeError, match="was killed by SIGKILL"):
+            ring.check()
+
+
+def test_the_native_programs_errors() -> None:
+    with pytest.raises(SmoeError, match="usage"):
+        list(native("hit", "x", "--no", 1))
+    with pytest.raises(SmoeError, match="nobody"):
+        list(native("hit", "nobody", "--rounds", 1, "--repeats", 1, "--ops", 1))
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(app, words)
+
+    done = run("hit", "--quick", "--slots", "16", "--json")
+    assert done.exit_code == 0, done.output
+    plain = json.loads(done.stdout)
+    assert plain["bench"] == "hit"
+    assert plain["settings"]["slots"] == [16]
+    assert isinstance(run("miss", "--slots", "7").exception, ConfigError)
+    assert isinstance(run("io", "--sizes", "1,x").exception, ConfigError)
+    for command in ("io", "hit", "miss", "idle"):
+        assert f"Example: smoe-mp bench {command}" in run(command, "--help").stdout
