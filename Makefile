@@ -7,7 +7,9 @@ PY := $(VENV)/bin/python
 SOURCES := pyproject.toml $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/CMakeLists.txt)
 CTEST_FLAGS ?=
 
-.PHONY: help demo test ctest pytest lint format asan tsan clean setup
+CHAOS_ROUNDS ?= 1000
+
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos bench clean setup
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -40,6 +42,22 @@ asan: $(VENV)/.ready ## the C tests under AddressSanitizer and UndefinedBehavior
 tsan: $(VENV)/.ready ## the C tests under ThreadSanitizer
 	@csrc/ctest.sh build/ctest-tsan thread
 
+macos: $(VENV)/.ready ## compile and link everything in C for macOS on arm64 and x86-64
+	@csrc/cross.sh aarch64-macos
+	@csrc/cross.sh x86_64-macos
+
+arm: $(VENV)/.ready ## compile everything in C for Linux on arm64 and run its tests under qemu
+	@csrc/cross.sh aarch64-linux-gnu
+
+model: ## check the protocol's model with spin
+	@tests/model/run.sh
+
+chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
+	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
+
+bench: $(VENV)/.ready ## the short benchmarks
+	for what in hit miss idle io; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
+
 setup: $(VENV)/.ready ## only the virtual environment
 
 $(VENV)/.ready: $(SOURCES)
@@ -49,4 +67,4 @@ $(VENV)/.ready: $(SOURCES)
 	@touch $@
 
 clean: ## remove what was built
-	rm -rf build dist $(VENV) .demo
+	rm -rf build dist $(VENV) .demo .bench
