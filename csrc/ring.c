@@ -133,7 +133,11 @@ static void unreserve(smoe_ring *r, uint32_t n) {
         return;
     if (atomic_load_explicit(&r->participants[r->id].generation, memory_order_acquire) != r->generation)
         return; /* the lease was lost, and the reservation with it: what stands there is another's */
-    atomic_fetch_sub_explicit(&r->reservations[r->id], n, memory_order_seq_cst);
+    /* Not below zero, should the lease be lost right here: an overdraft would make everybody wait for good. */
+    uint32_t seen = atomic_load_explicit(&r->reservations[r->id], memory_order_relaxed);
+    while (!atomic_compare_exchange_weak_explicit(&r->reservations[r->id], &seen, seen > n ? seen - n : 0,
+                                                  memory_order_seq_cst, memory_order_relaxed)) {
+    }
     FAILPOINT("unreserve.word");
     space_freed(r);
 }
