@@ -81,7 +81,7 @@ enum smoe_prewarm_state {
 };
 
 /* The slot word: see slot.c for the transitions.  The words lie densely: a line of its own for each was
- * tried, and made hits in large rings three times as slow (their stride fills half of the cache's sets);
+ * tried, and made hits in large rings slower (their stride fills half of the cache's sets);
  * ticks, which every hit writes as well, lie densely anyway.
  *    0-2 state   3 speculative   4-10 worker   11-31 expert index   32-63 holders  */
 enum smoe_state {
