@@ -96,8 +96,11 @@ class SignalInbox:
 
     def close(self) -> None:
         """Stop receiving, and ignore the stop signals from now on."""
+        # Blocked meanwhile: of one that comes while its handler is being changed Python complains on stderr.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.set_wakeup_fd(self._old_wakeup_fd)
         os.close(self.fd)

@@ -168,9 +168,15 @@ class System:
         return status_of(self.name)
 
     def kill(self, everything: bool = False) -> None:
-        """SIGKILL the supervisor, or all of it at once, and wait until no process of it is left."""
+        """SIGKILL the supervisor, or all of it at once, and wait until no process of it is left.
+
+        At once: the supervisor is stopped first, so that it starts nobody anew, and killed last, since its end
+        may orphan a process group, whose stopped members the kernel then lets go on.
+        """
+        if everything:
+            os.kill(self.process.pid, signal.SIGSTOP)
         children = [ExitWatch(pid) for pid in pids_of(self.name)]
-        for pid in (self.process.pid, *(child.pid for child in children if everything)):
+        for pid in (*(child.pid for child in children if everything), self.process.pid):
             os.kill(pid, signal.SIGKILL)
         self.wait()
         for child in children:
