@@ -1,7 +1,7 @@
 /* bench_main.c: the program smoe-bench: the C sides of `smoe-mp bench`, which starts it.
  *
  *     smoe-bench stream  NAME --reads N --seed S --batch B --batches K      through the ring NAME
- *     smoe-bench bare    FILE --reads N --seed S --bytes B --slots M --processes P
+ *     smoe-bench bare    FILE SEGMENT --reads N --seed S --bytes B --slots M --processes P
  *     smoe-bench hit     NAME.. --rounds R --repeats N --ops N              rings full of residents
  *     smoe-bench miss    QUIET SERVED ..  --rounds R --misses M --hits H --hits H ..
  *
@@ -284,8 +284,8 @@ static int read_whole(int fd, unsigned char *to, uint64_t bytes, uint64_t offset
 static int bare_process(const struct options *o, struct bare *shared, unsigned char *slots, const uint32_t *order,
                         uint64_t number) {
     int rc = 0, fd = plat_open_file(o->names[0], 1);
-    uint64_t own = o->slots / o->processes; /* slots of each */
-    plat_prefault(slots, o->slots * o->bytes, 1);
+    uint64_t own = o->slots / o->processes;       /* slots of each */
+    plat_prefault(slots, o->slots * o->bytes, 0); /* as the workers do */
     signal_one(&shared->ready);
     wait_for(&shared->go, 1);
     uint64_t cpu = cpu_ns();
@@ -305,21 +305,18 @@ static int bare_process(const struct options *o, struct bare *shared, unsigned c
     return rc;
 }
 
-/* Slots in the same kind of memory as a ring's. */
-static void *shared_slots(uint64_t bytes) {
-    char name[40];
-    snprintf(name, sizeof name, "/smoe-bench.%ld", (long)getpid());
-    int fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
+/* The slots of a ring, which rests meanwhile and whose bytes nobody looks at: the very pages that the other side
+ * reads into.  How far their physical addresses run on decides how many requests a direct read becomes. */
+static unsigned char *slots_of(const char *name, uint64_t bytes) {
+    struct stat st;
+    int fd = shm_open(name, O_RDWR, 0);
     if (fd < 0)
         die("shm_open %s: %s", name, strerror(errno));
-    shm_unlink(name);
-    void *p =
-        ftruncate(fd, (off_t)bytes) == 0 ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+    if (fstat(fd, &st) != 0 || (uint64_t)st.st_size < bytes)
+        die("%s: smaller than the %" PRIu64 " bytes of the slots", name, bytes);
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED)
-        die("%" PRIu64 " bytes of shared memory: %s", bytes, strerror(errno));
-    int rc = plat_populate(p, bytes, fd, 1);
-    if (rc < 0)
-        die("%" PRIu64 " bytes of shared memory: %s", bytes, strerror(-rc));
+        die("mmap %s: %" PRIu64 " bytes: %s", name, bytes, strerror(errno));
     close(fd);
     return p;
 }
@@ -333,7 +330,7 @@ static int bare(const struct options *o) {
     struct bare *shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (shared == MAP_FAILED)
         die("mmap: %s", strerror(errno));
-    unsigned char *slots = shared_slots(o->slots * o->bytes);
+    unsigned char *slots = slots_of(o->names[1], o->slots * o->bytes);
     uint32_t n = (uint32_t)o->processes;
     for (uint32_t i = 0; i < n; i++) {
         pid_t child = fork();
@@ -674,7 +671,7 @@ int main(int argc, char **argv) {
         return usage();
     if (!strcmp(argv[1], "stream") && o.n_names == 1 && o.batch && o.batches && o.reads % o.batch == 0)
         return stream(&o);
-    if (!strcmp(argv[1], "bare") && o.n_names == 1 && o.bytes && o.processes && o.slots >= o.processes)
+    if (!strcmp(argv[1], "bare") && o.n_names == 2 && o.bytes && o.processes && o.slots >= o.processes)
         return bare(&o);
     if (!strcmp(argv[1], "hit") && o.repeats && o.ops)
         return hit(&o);

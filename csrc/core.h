@@ -145,6 +145,17 @@ INTERNAL uint32_t queue_length(struct queue q);
 INTERNAL void doorbell_ring(smoe_ring *r, int workers);
 
 /* lru.c */
+/* Packing of ticks and bounds: see lru.c. */
+#define SMOE_SLOT_BITS  6u
+#define SMOE_GROUP_BITS 10u
+#define SMOE_SPANS(n)   (((n) + SMOE_SPAN - 1) / SMOE_SPAN) /* spans of n groups */
+#define SMOE_GROUPS_MAX ((SMOE_SLOTS_MAX + SMOE_GROUP - 1) / SMOE_GROUP)
+#define SMOE_SPANS_MAX  SMOE_SPANS(SMOE_GROUPS_MAX)
+_Static_assert(SMOE_GROUP == 1u << SMOE_SLOT_BITS && SMOE_GROUPS_MAX <= 1u << SMOE_GROUP_BITS, "packed ticks");
+
+INTERNAL void lru_init(smoe_ring *r);
+INTERNAL uint64_t lru_tick(const smoe_ring *r, uint32_t s);
+INTERNAL uint64_t lru_bound(const smoe_ring *r, uint32_t group);
 INTERNAL void lru_stamp(smoe_ring *r, uint32_t s);
 INTERNAL int lru_victim(smoe_ring *r, uint64_t *word);
 INTERNAL int lru_find_empty(smoe_ring *r);

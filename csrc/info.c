@@ -189,8 +189,12 @@ uint64_t smoe_slot_word(const smoe_ring *r, uint32_t slot) {
     return mine(r) && slot < r->n_slots ? slot_word(r, slot) : 0;
 }
 
+int smoe_memory_level(void) {
+    return plat_memory_level();
+}
+
 uint64_t smoe_slot_tick(const smoe_ring *r, uint32_t slot) {
-    return mine(r) && slot < r->n_slots ? atomic_load_explicit(&r->ticks[slot], memory_order_relaxed) : 0;
+    return mine(r) && slot < r->n_slots ? lru_tick(r, slot) : 0;
 }
 
 uint32_t smoe_home(const smoe_ring *r, uint32_t expert_index) {

@@ -20,97 +20,82 @@
  * look corrects, or an EMPTY slot without its bit, which the search for a victim finds by its tick.
  */
 #include "core.h"
+#include "scan.h"
+
+/* Ticks and bounds as they are stored: the tick, and below it which slot of its group or which group it is
+ * of.  So minima alone find the smallest of many and say where it lies; no branch, no index beside. */
+#define TICK_OF(stored)  ((stored) >> SMOE_SLOT_BITS)
+#define BOUND_OF(stored) ((stored) >> SMOE_GROUP_BITS)
+#define NEVER            ((uint64_t)INT64_MAX) /* of what does not exist: never the smallest */
+
+static uint64_t load(const _Atomic uint64_t *word) {
+    return atomic_load_explicit(word, memory_order_relaxed);
+}
 
 static void raise_to(_Atomic uint64_t *word, uint64_t value) {
-    uint64_t seen = atomic_load_explicit(word, memory_order_relaxed);
+    uint64_t seen = load(word);
     while (seen < value &&
            !atomic_compare_exchange_weak_explicit(word, &seen, value, memory_order_relaxed, memory_order_relaxed)) {
     }
 }
 
+void lru_init(smoe_ring *r) {
+    for (uint32_t s = 0; s < r->n_groups * SMOE_GROUP; s++)
+        atomic_store_explicit(&r->ticks[s], s < r->n_slots ? s % SMOE_GROUP : NEVER, memory_order_relaxed);
+    for (uint32_t g = 0; g < SMOE_SPANS(r->n_groups) * SMOE_SPAN; g++)
+        atomic_store_explicit(&r->bounds[g], g < r->n_groups ? g : NEVER, memory_order_relaxed);
+    for (uint32_t s = 0; s < r->n_slots; s++)
+        hint_empty(r, s);
+}
+
+uint64_t lru_tick(const smoe_ring *r, uint32_t s) {
+    return TICK_OF(load(&r->ticks[s]));
+}
+
+uint64_t lru_bound(const smoe_ring *r, uint32_t group) {
+    return BOUND_OF(load(&r->bounds[group]));
+}
+
 void lru_stamp(smoe_ring *r, uint32_t s) {
     uint64_t tick = atomic_fetch_add_explicit(&r->hot->tick, 1, memory_order_relaxed) + 1;
     FAILPOINT("stamp.drawn");
-    raise_to(&r->ticks[s], tick);
+    raise_to(&r->ticks[s], tick << SMOE_SLOT_BITS | s % SMOE_GROUP);
 }
 
-/* Index and value of the smallest of n ticks or bounds, n a multiple of 4 and at most 64.  Both in one
- * number, four minima side by side: no branch, and no comparison waits for the one before it.  Ticks stay
- * below 2^58. */
-static uint32_t smallest_of(const _Atomic uint64_t *values, uint32_t n, uint64_t *least) {
-    uint64_t m[4] = {UINT64_MAX, UINT64_MAX, UINT64_MAX, UINT64_MAX};
-    for (uint32_t i = 0; i < n; i += 4)
-        for (uint32_t k = 0; k < 4; k++) {
-            uint64_t v = atomic_load_explicit(&values[i + k], memory_order_relaxed) << 6 | (i + k);
-            m[k] = v < m[k] ? v : m[k];
-        }
-    uint64_t a = m[0] < m[1] ? m[0] : m[1], b = m[2] < m[3] ? m[2] : m[3];
-    a = a < b ? a : b;
-    *least = a >> 6;
-    return (uint32_t)(a & 63u);
+/* The smallest tick of a group, as stored; refreshes the bound. */
+static uint64_t oldest_of(smoe_ring *r, uint32_t group) {
+    uint64_t oldest = least_of_64(&r->ticks[group * SMOE_GROUP]);
+    raise_to(&r->bounds[group], TICK_OF(oldest) << SMOE_GROUP_BITS | group);
+    return oldest;
 }
 
-/* The search's own summary of the bounds: the smallest of each 16.  Bounds only rise, so it may lag. */
-#define SPAN      16u
-#define SPANS_MAX ((SMOE_SLOTS_MAX + SMOE_GROUP) / SMOE_GROUP / SPAN + 1)
-
-struct summary {
-    uint32_t n;
-    uint64_t least[SPANS_MAX];
-    uint32_t group[SPANS_MAX];
-};
-
-static void summarize(const smoe_ring *r, struct summary *y, uint32_t span) {
-    uint32_t first = span * SPAN, n = r->n_groups - first < SPAN ? r->n_groups - first : SPAN;
-    uint64_t least = UINT64_MAX;
-    uint32_t group = first;
-    if (n == SPAN) {
-        group += smallest_of(&r->bounds[first], SPAN, &least);
-    } else {
-        for (uint32_t g = first; g < first + n; g++) {
-            uint64_t b = atomic_load_explicit(&r->bounds[g], memory_order_relaxed);
-            if (b < least) {
-                least = b;
-                group = g;
-            }
-        }
-    }
-    y->least[span] = least;
-    y->group[span] = group;
-}
-
-static uint32_t smallest_span(const struct summary *y) {
+static uint32_t smallest_span(const uint64_t *least, uint32_t n) {
     uint32_t span = 0;
-    for (uint32_t i = 1; i < y->n; i++)
-        span = y->least[i] < y->least[span] ? i : span;
+    for (uint32_t i = 1; i < n; i++)
+        span = least[i] < least[span] ? i : span;
     return span;
-}
-
-/* The slot with the smallest tick of a group; refreshes the bound. */
-static uint32_t oldest_of(smoe_ring *r, uint32_t group, uint64_t *tick) {
-    uint32_t oldest = smallest_of(&r->ticks[group * SMOE_GROUP], SMOE_GROUP, tick);
-    raise_to(&r->bounds[group], *tick);
-    return group * SMOE_GROUP + oldest;
 }
 
 /* The evictable (or EMPTY) slot with the smallest tick, and its word as seen; -1: there is none.
  *
- * Ends: each round either settles a group's minimum or stamps a slot in use above `start`, and a bound
- * above `start` means that everything older is in use. */
+ * `least` is the search's own summary of the bounds, the smallest of each span.  Bounds only rise, so it may
+ * lag.  Ends: each round either settles a group's minimum or stamps a slot in use above `start`, and a
+ * bound above `start` means that everything older is in use. */
 int lru_victim(smoe_ring *r, uint64_t *word) {
-    uint64_t start = atomic_load_explicit(&r->hot->tick, memory_order_relaxed);
-    uint64_t best_tick = UINT64_MAX, tick;
+    uint64_t start = load(&r->hot->tick), best_tick = UINT64_MAX, least[SMOE_SPANS_MAX];
+    uint32_t spans = SMOE_SPANS(r->n_groups);
     int best = -1;
-    struct summary y;
-    y.n = (r->n_groups + SPAN - 1) / SPAN;
-    for (uint32_t i = 0; i < y.n; i++)
-        summarize(r, &y, i);
+    for (uint32_t i = 0; i < spans; i++)
+        least[i] = least_of_64(&r->bounds[i * SMOE_SPAN]);
     for (;;) {
-        uint32_t span = smallest_span(&y);
-        if (y.least[span] >= best_tick || y.least[span] > start)
+        uint32_t span = smallest_span(least, spans);
+        uint64_t bound = BOUND_OF(least[span]);
+        if (bound >= best_tick || bound > start)
             return best;
-        uint32_t s = oldest_of(r, y.group[span], &tick);
+        uint32_t group = (uint32_t)(least[span] % (1u << SMOE_GROUP_BITS));
+        uint64_t oldest = oldest_of(r, group), tick = TICK_OF(oldest);
         if (tick <= start && tick < best_tick) {
+            uint32_t s = group * SMOE_GROUP + (uint32_t)(oldest % SMOE_GROUP);
             uint64_t w = slot_word(r, s);
             if (word_evictable(w) || WORD_STATE(w) == SMOE_EMPTY) {
                 best = (int)s;
@@ -120,7 +105,7 @@ int lru_victim(smoe_ring *r, uint64_t *word) {
                 lru_stamp(r, s);
             }
         }
-        summarize(r, &y, span);
+        least[span] = least_of_64(&r->bounds[span * SMOE_SPAN]);
     }
 }
 
@@ -160,12 +145,10 @@ static int empty_of(smoe_ring *r, uint32_t group) {
 
 /* An EMPTY slot, or -1. */
 int lru_find_empty(smoe_ring *r) {
-    for (uint32_t first = 0; first < r->n_groups; first += SPAN) {
-        uint32_t end = first + SPAN < r->n_groups ? first + SPAN : r->n_groups;
-        uint64_t any = 0; /* most often there is none: no branch a group */
-        for (uint32_t g = first; g < end; g++)
-            any |= atomic_load_explicit(&r->empties[g], memory_order_relaxed);
-        for (uint32_t g = first; any && g < end; g++) {
+    for (uint32_t first = 0; first < r->n_groups; first += SMOE_SPAN) {
+        if (!any_of_64(&r->empties[first])) /* most often there is none */
+            continue;
+        for (uint32_t g = first; g < first + SMOE_SPAN && g < r->n_groups; g++) {
             int s = empty_of(r, g);
             if (s >= 0)
                 return s;

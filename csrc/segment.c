@@ -158,9 +158,9 @@ static int lay_out(const smoe_geometry *g, struct smoe_header *h, smoe_error *e)
     REGION(off_counters, SMOE_PARTICIPANTS * SMOE_COUNTER_ROW * sizeof(uint64_t));
     REGION(off_file_modes, h->n_files * sizeof(uint32_t));
     REGION(off_ticks, (uint64_t)h->n_groups * SMOE_GROUP * sizeof(uint64_t));
-    REGION(off_bounds, h->n_groups * sizeof(uint64_t));
-    REGION(off_empties, h->n_groups * sizeof(uint64_t));
-    REGION(off_guesses, h->n_groups * sizeof(uint64_t));
+    REGION(off_bounds, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
+    REGION(off_empties, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
+    REGION(off_guesses, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
     REGION(off_demand, (uint64_t)h->queue_capacity * sizeof(uint64_t));
     REGION(off_speculative, (uint64_t)h->queue_capacity * sizeof(uint64_t));
     REGION(off_homes, (uint64_t)h->n_experts * sizeof(uint32_t));
@@ -327,10 +327,7 @@ static int fill_tables(unsigned char *base, const struct smoe_header *h, const s
 static void init_words(smoe_ring *r) {
     queue_init(r->demand_cells, r->queue_capacity);
     queue_init(r->speculative_cells, r->queue_capacity);
-    for (uint32_t s = 0; s < r->n_slots; s++)
-        hint_empty(r, s);
-    for (uint32_t s = r->n_slots; s < r->n_groups * SMOE_GROUP; s++) /* no such slot: never the smallest */
-        atomic_store_explicit(&r->ticks[s], UINT64_MAX, memory_order_relaxed);
+    lru_init(r);
 }
 
 int smoe_create(int control_fd, int data_fd, const smoe_geometry *geometry, const smoe_tables *tables,

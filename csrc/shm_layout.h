@@ -14,9 +14,9 @@
  *   │ counters       u64 [162][32]               │
  *   │ file modes     u32 [n_files]               │
  *   │ ticks          u64 [n_groups * 64]         │
- *   │ bounds         u64 [n_groups]              │
- *   │ empties        u64 [n_groups]  (hint bits) │
- *   │ guesses        u64 [n_groups]  (hint bits) │
+ *   │ bounds         u64 [n_spans * 64]          │
+ *   │ empties        u64 [n_spans * 64]  (hints) │
+ *   │ guesses        u64 [n_spans * 64]  (hints) │
  *   │ demand cells   u64 [capacity]              │
  *   │ spec. cells    u64 [capacity]              │
  *   │ homes          u32 [n_experts]             │
@@ -42,12 +42,13 @@
 #include <stdint.h>
 
 #define SMOE_MAGIC 0x474E4952454F4D53ull /* "SMOERING", little-endian */
-#define SMOE_ABI   1u
+#define SMOE_ABI   2u
 
 #define SMOE_SLOT_ALIGN  16384u     /* slots start on, and are a multiple of, 16 KiB */
 #define SMOE_PAGE_ALIGN  65536u     /* the largest page size that we meet */
 #define SMOE_LINE        128u       /* cache line of Apple arm64; twice that of x86-64 */
 #define SMOE_GROUP       64u        /* slots in a tick group, bits in a hint word */
+#define SMOE_SPAN        64u        /* groups whose bounds and hint words are looked at together */
 #define SMOE_CLIENTS     32u        /* holder bits in a slot word */
 #define SMOE_WORKERS     127u       /* worker ids 0..126 */
 #define SMOE_SLOTS_MAX   65535u     /* 16 bits of a queue cell */

@@ -300,6 +300,9 @@ typedef struct {
     uint32_t mem_align, offset_align;
     char fs[32]; /* file-system type */
 } smoe_probe_result;
+/* How much memory the system calls left: on macOS kern.memorystatus_level, 0 to 100 (percent), or -errno.
+ * Elsewhere -ENOSYS: there is no such figure. */
+int smoe_memory_level(void);
 /* Open PATH and try one real aligned direct read. */
 int smoe_probe(const char *path, smoe_probe_result *result, smoe_error *error);
 uint32_t smoe_sizeof(uint32_t record); /* of the records, in smoe_tables' order, then header and slot */

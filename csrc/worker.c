@@ -28,6 +28,8 @@
 
 #define IDLE_SPINS    200
 #define IDLE_SLICE_NS 250000000ull
+#define MEET_BYTES    (8u << 20) /* mapped at a time, about a millisecond's work with pages of 4 KiB */
+#define MEET_NAP_NS   10000000ull
 #define PROBES        4
 #define BOUNCE_BYTES  (1u << 20)
 #define READ_MOST     (1u << 30) /* of one call: macOS refuses more than INT_MAX with EINVAL, Linux cuts it short */
@@ -45,7 +47,8 @@ struct worker {
     uint32_t open_count, open_limit;
     uint64_t turn;
     unsigned char *bounce;
-    uint64_t *met; /* bit s: slot s is mapped in this process */
+    uint64_t *met;     /* bit s: slot s is mapped in this process */
+    uint32_t next_met; /* all before it are */
 };
 
 /* What became of a read. */
@@ -342,6 +345,17 @@ static void meet(struct worker *w, uint32_t s) {
     w->met[s / 64] |= 1ull << (s % 64);
 }
 
+/* Nothing to do: map some more slots, so that the first reads into them are as fast as the later ones.  True:
+ * there are more.  The nap in between leaves most of a core to whoever computes. */
+static bool meet_some(struct worker *w) {
+    uint64_t bytes = 0;
+    for (; w->next_met < w->r->n_slots && bytes < MEET_BYTES; w->next_met++) {
+        bytes += w->r->slot_bytes;
+        meet(w, w->next_met);
+    }
+    return w->next_met < w->r->n_slots;
+}
+
 static void serve(struct worker *w, uint32_t s) {
     smoe_ring *r = w->r;
     struct smoe_participant *me = &r->participants[r->id];
@@ -398,11 +412,12 @@ static void idle(struct worker *w, uint32_t bell) {
     for (int i = 0; i < IDLE_SPINS; i++)
         if (atomic_load_explicit(&w->r->hot->doorbell, memory_order_acquire) != bell)
             return;
+    uint64_t nap_ns = meet_some(w) ? MEET_NAP_NS : IDLE_SLICE_NS;
     _Atomic uint64_t *sleepers = &w->r->hot->sleepers[w->number / 64];
     uint64_t bit = 1ull << (w->number % 64);
     atomic_fetch_or_explicit(sleepers, bit, memory_order_seq_cst);
     FAILPOINT("sleep.marked");
-    (void)plat_wait(&w->r->hot->doorbell, bell, IDLE_SLICE_NS); /* B2: at once, if it has rung since */
+    (void)plat_wait(&w->r->hot->doorbell, bell, nap_ns); /* B2: at once, if it has rung since */
     atomic_fetch_and_explicit(sleepers, ~bit, memory_order_seq_cst);
 }
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+
 from smoe_mp import segments, sizing, tables
+from smoe_mp._native import lib
 from smoe_mp.config import MIB, LoadedConfig
-from smoe_mp.sizing import Sizing
+from smoe_mp.sizing import Memory, Sizing
 from smoe_mp.sources.base import Source
+
+
+def memory() -> Memory:
+    """What memory this process may have: on macOS by kern.memorystatus_level, which the C core asks for."""
+    level = lib.smoe_memory_level
+    return sizing.read_memory(level=None if level() == -errno.ENOSYS else level)
 
 
 def fit(loaded: LoadedConfig, source: Source, read_align: int = 4096) -> Sizing:
@@ -20,7 +29,7 @@ def fit(loaded: LoadedConfig, source: Source, read_align: int = 4096) -> Sizing:
     scout = config.reserve.scout_mb
     most = given or min(sizing.MOST_SLOTS, len(source.experts))
     return sizing.size(
-        sizing.read_memory(),
+        memory(),
         sizing.Reserve(scout_bytes=sizing.dense_bytes(source) if scout < 0 else scout * MIB),
         slot_bytes=slot_bytes,
         n_experts=len(source.experts),

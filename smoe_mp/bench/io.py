@@ -1,10 +1,11 @@
 """bench io: bytes a second through the ring, against the same reads by as many bare processes.
 
 One side is a ring with N workers and a client that keeps batches of 8 random experts in flight, enough of
-them that no worker ever waits for work; the other, N processes that do nothing but pread into shared
-memory of the same kind and size.  Both read the same kind of sequence: random experts, none again before
-a ring's worth of others, so that every one is a miss.  Sides in turn, the one that begins changing from
-round to round.
+them that no worker ever waits for work; the other, N processes that do nothing but pread into the same
+shared memory, the resting ring's data segment: how far the physical addresses of its pages run on decides
+how many requests a read becomes, which made a factor of four between two segments.  Both read the same
+kind of sequence: random experts, none again before a ring's worth of others, so that every one is a miss.
+Sides in turn, the one that begins changing from round to round.
 
 All reads are direct (O_DIRECT), from a scratch file of allocated random bytes that was itself written
 past the page cache.  Where direct reads are refused there is no benchmark.  The device's own count of
@@ -120,24 +121,25 @@ class _Measurement:
         self.ring, self.bare = _Side(), _Side()
 
     def run(self, rounds: int, run_s: float, read_align: int, progress: Progress) -> None:
-        """A round not counted, in which every worker meets every slot and the speed is seen, from which a
-        run's length (about `run_s` seconds) follows; then the rounds."""
+        """A round not counted, in which the speed is seen, from which a run's length (about `run_s` seconds)
+        follows; then the rounds."""
         slots = _slots(self.workers)
         source = flat_source(self.path, self.size, self.path.stat().st_size // self.size)
         with bench_ring(source, slots=slots, workers=self.workers, read_align=read_align) as ring:
             least = 2 * slots
             progress("", 0, rounds + 1)
+            ring.settle()  # as the bare processes map their memory before the clock starts
             self._through_ring(ring, 0, least)
-            speed = self._run_bare(0, least)
+            speed = self._run_bare(ring, 0, least)
             reads = max(least, int(speed * run_s / self.size)) // BATCH * BATCH
             self.ring, self.bare = _Side(), _Side()
             for at in range(rounds):
                 progress("", at + 1, rounds + 1)
                 if at % 2 == 0:
                     self._through_ring(ring, 2 * at + 1, reads)
-                    self._run_bare(2 * at + 2, reads)
+                    self._run_bare(ring, 2 * at + 2, reads)
                 else:
-                    self._run_bare(2 * at + 1, reads)
+                    self._run_bare(ring, 2 * at + 1, reads)
                     self._through_ring(ring, 2 * at + 2, reads)
             progress("", rounds + 1, rounds + 1)
             mode = ring.segments.files()[0]["mode"]
@@ -156,11 +158,21 @@ class _Measurement:
             raise SmoeError(f"ring {ring.name}: {line['hits']} experts were hits where all should be read")
         self.ring.add(line, cpu, _since(self.device, before))
 
-    def _run_bare(self, seed: int, reads: int) -> float:
+    def _run_bare(self, ring: BenchRing, seed: int, reads: int) -> float:
         """Returns the bytes a second."""
         before = self.device.bytes_read()
         line = native_one(
-            *("bare", self.path, "--reads", reads, "--seed", seed, "--bytes", self.size),
+            *(
+                "bare",
+                self.path,
+                segments.segment_names(ring.name)[1],
+                "--reads",
+                reads,
+                "--seed",
+                seed,
+                "--bytes",
+                self.size,
+            ),
             *("--slots", _slots(self.workers), "--processes", self.workers),
         )
         self.bare.add(line, line["cpu_ns"], _since(self.device, before))

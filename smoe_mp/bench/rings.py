@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ from smoe_mp.sources.base import Expert, Extent, ModelFacts, SourceFile, Tensor
 
 READY_S = 60.0  # for workers to open the file
 GRACE_S, TERM_S, KILL_S = 10.0, 5.0, 5.0
+SETTLE_S = 0.2
+IDLE_SHARE = 0.005  # of a core, and of each worker: they wake four times a second
 MEMORY_FOLDER = Path("/dev/shm")
 
 _numbers = itertools.count()
@@ -92,6 +95,19 @@ class BenchRing:
 
     def workers_cpu_ns(self) -> int:
         return sum(cpu_ns(pid) for pid in self.pids)
+
+    def settle(self) -> None:
+        """Wait until the workers have nothing left to do: started, they map the ring.
+
+        SmoeError if that does not end."""
+        before, deadline = self.workers_cpu_ns(), time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            self._loop.turn(SETTLE_S)
+            now = self.workers_cpu_ns()
+            if now - before < IDLE_SHARE * SETTLE_S * 1e9 * max(1, len(self._workers)):
+                return
+            before = now
+        raise SmoeError(f"ring {self.name}: its workers were still busy after {READY_S:.0f} s")
 
     def check(self) -> None:
         """SmoeError if a worker has ended."""

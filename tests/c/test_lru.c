@@ -1,5 +1,6 @@
 /* test_lru.c: the search for a victim against brute force, its two rules, and the hint bits. */
 #include "core.h"
+#include "scan.h"
 #include "test.h"
 
 #include <stdlib.h>
@@ -27,11 +28,13 @@ static void open_fixture(struct fixture *f, uint32_t slots) {
     r->guess_limit = slots / 4;
     r->words = calloc(slots, sizeof *r->words);
     r->ticks = calloc(r->n_groups * SMOE_GROUP, sizeof *r->ticks);
-    r->bounds = calloc(r->n_groups, sizeof *r->bounds);
-    r->empties = calloc(r->n_groups, sizeof *r->empties);
-    r->guesses = calloc(r->n_groups, sizeof *r->guesses);
-    for (uint32_t s = slots; s < r->n_groups * SMOE_GROUP; s++)
-        r->ticks[s] = UINT64_MAX; /* as at creation */
+    uint32_t words = SMOE_SPANS(r->n_groups) * SMOE_SPAN;
+    r->bounds = calloc(words, sizeof *r->bounds);
+    r->empties = calloc(words, sizeof *r->empties);
+    r->guesses = calloc(words, sizeof *r->guesses);
+    lru_init(r);
+    for (uint32_t g = 0; g < words; g++)
+        r->empties[g] = 0; /* as if killed before they were set: the search finds such slots by their ticks */
 }
 
 static void close_fixture(struct fixture *f) {
@@ -56,8 +59,8 @@ static bool may_go(uint64_t w) {
 static uint64_t brute_force(const smoe_ring *r) {
     uint64_t least = UINT64_MAX;
     for (uint32_t s = 0; s < r->n_slots; s++)
-        if (may_go(slot_word(r, s)) && atomic_load(&r->ticks[s]) < least)
-            least = atomic_load(&r->ticks[s]);
+        if (may_go(slot_word(r, s)) && lru_tick(r, s) < least)
+            least = lru_tick(r, s);
     return least;
 }
 
@@ -70,7 +73,7 @@ static int victim(smoe_ring *r) {
     } else if (s < 0 || s >= (int)r->n_slots) {
         CHECK(!"a victim");
     } else {
-        CHECK_EQ(atomic_load(&r->ticks[s]), least);
+        CHECK_EQ(lru_tick(r, s), least);
         CHECK_EQ(word, slot_word(r, (uint32_t)s));
     }
     return s;
@@ -142,7 +145,7 @@ static void test_held_slot_released_later(void) {
     for (int i = 0; i < 5; i++)
         lru_stamp(r, order[i]);
     for (uint32_t s = 0; s < 128; s++)
-        if (atomic_load(&r->ticks[s]) == 0)
+        if (lru_tick(r, s) == 0)
             lru_stamp(r, s);
     set_word(r, 0, RESIDENT);
     set_word(r, 64, RESIDENT);
@@ -201,11 +204,11 @@ static void test_late_stamp(void) {
     for (uint32_t s = 64; s < 128; s++)
         lru_stamp(r, s);
     CHECK_EQ(victim(r), 0); /* both bounds are fresh */
-    uint64_t now = atomic_load(&r->hot->tick), before = atomic_load(&r->ticks[5]);
+    uint64_t now = atomic_load(&r->hot->tick), before = lru_tick(r, 5);
     atomic_store(&r->hot->tick, drawn - 1);
     lru_stamp(r, 5);
     atomic_store(&r->hot->tick, now);
-    CHECK_EQ(atomic_load(&r->ticks[5]), before);
+    CHECK_EQ(lru_tick(r, 5), before);
     for (int round = 0; round < 200; round++) {
         int s = victim(r);
         REQUIRE(s >= 0);
@@ -221,7 +224,7 @@ static void test_bounds_are_bounds(void) {
     for (int step = 0; step < 20000; step++) {
         random_step(&f.r, &seed);
         for (uint32_t s = 0; s < 200; s++)
-            CHECK(atomic_load(&f.r.bounds[s / SMOE_GROUP]) <= atomic_load(&f.r.ticks[s]));
+            CHECK(lru_bound(&f.r, s / SMOE_GROUP) <= lru_tick(&f.r, s));
     }
     close_fixture(&f);
 }
@@ -283,6 +286,29 @@ static void test_guess_limit(void) {
     close_fixture(&f);
 }
 
+/* Vectors and single words see the same, wherever the smallest or the only one lies. */
+static void test_scans(void) {
+    _Atomic uint64_t *words = aligned_alloc(SMOE_LINE, 64 * sizeof *words);
+    uint64_t seed = 7;
+    for (uint32_t at = 0; at < 64; at++) {
+        for (uint32_t i = 0; i < 64; i++)
+            atomic_store(&words[i], INT64_MAX - random_below(&seed, 1000));
+        atomic_store(&words[at], (uint64_t)at << (at % 57));
+        CHECK_EQ(least_of_64(words), (uint64_t)at << (at % 57));
+        CHECK_EQ(least_of_64_plain(words), (uint64_t)at << (at % 57));
+        for (uint32_t i = 0; i < 64; i++)
+            atomic_store(&words[i], 0);
+        CHECK(!any_of_64(words) && !any_of_64_plain(words));
+        atomic_store(&words[at], 1ull << at);
+        CHECK(any_of_64(words) && any_of_64_plain(words));
+    }
+    for (uint32_t i = 0; i < 64; i++)
+        atomic_store(&words[i], (uint64_t)INT64_MAX);
+    CHECK_EQ(least_of_64(words), (uint64_t)INT64_MAX);
+    CHECK_EQ(least_of_64_plain(words), (uint64_t)INT64_MAX);
+    free((void *)words);
+}
+
 int main(int argc, char **argv) {
     static const struct test tests[] = {
         {"victim against brute force", test_brute_force},
@@ -293,6 +319,7 @@ int main(int argc, char **argv) {
         {"bounds are bounds", test_bounds_are_bounds},
         {"empty slots and their hints", test_find_empty},
         {"limit of guesses", test_guess_limit},
+        {"scans of 64 words", test_scans},
     };
     return run_tests(tests, sizeof tests / sizeof *tests, argc, argv);
 }

@@ -170,8 +170,8 @@ class System:
     def kill(self, everything: bool = False) -> None:
         """SIGKILL the supervisor, or all of it at once, and wait until no process of it is left.
 
-        At once: the supervisor is stopped first, so that it starts nobody anew, and killed last, since its end
-        may orphan a process group, whose stopped members the kernel then lets go on.
+        At once: the supervisor is stopped first, so that it starts nobody anew, and killed last: its end may
+        orphan a process group, whose stopped members the kernel then lets go on.
         """
         if everything:
             os.kill(self.process.pid, signal.SIGSTOP)

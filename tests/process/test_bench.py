@@ -76,7 +76,7 @@ def test_miss(steps: Steps) -> None:
     assert len(report.figures) == 2 * 2 * len(miss.SIDES)
     assert all(len(f.values) == report.settings["rounds"] and min(f.values) > 0 for f in report.figures)
     goals = {f.name.split(",")[0] for f in report.figures if f.goal}
-    assert goals == {"issue", "issue + wake"}
+    assert goals == {"issue"}
     assert len(report.shares) == 4
 
 

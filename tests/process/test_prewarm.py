@@ -210,7 +210,7 @@ def test_after_a_request_it_begins_anew(up: Up, ring_name: str, many: Path) -> N
     with smoe_mp.attach(ring_name) as ring:
         with ring.busy():
             ring.fetch(0, [200]).release()
-            for expert in range(100, 200):  # one by one: of a batch, what lands last is the most recently used
+            for expert in range(100, 200):  # one by one: of a batch, what lands last is newest
                 ring.fetch(0, [expert]).release()
             for start in (210, 260):  # 200 is the least recently used of these, and goes
                 ring.fetch(0, range(start, start + 50)).release()
