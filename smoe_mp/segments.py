@@ -50,7 +50,7 @@ from smoe_mp.sources.base import Source
 NAME_MAX = 22
 
 MODES = ("unknown", "direct", "buffered", "bounce", "memory")
-STATES = ("creating", "live", "stopping", "gone")
+STATES = ("creating", "live", "stopping", "gone", "stale")
 ROLES = ("client", "worker", "supervisor", "prewarm")
 CENSUS = ("empty", "queued", "reading", "ready", "consumed", "failed", "held", "guesses", "reserved")
 PREWARM_WORDS = {
@@ -281,6 +281,11 @@ class Segments:
     def set_state(self, state: str) -> None:
         """Store "live", "stopping" or "gone" and wake everyone who waits on the ring."""
         lib.smoe_set_state(self.ring, STATES.index(state))
+
+    def set_changed(self, file: int, what: int) -> None:
+        """The source's file number `file` is not what the ring was made for (`what`: SMOE_CHANGED_* of
+        smoe.h): nothing is served any more, and whoever waits is told."""
+        check_plain(lib.smoe_set_changed(self.ring, file, what), self.name)
 
     @property
     def state(self) -> str:
