@@ -445,15 +445,14 @@ class _Model:
         by_expert: dict[int | None, list[_Piece]] = {}
         for piece in sorted(pieces, key=lambda p: p.order):
             by_expert.setdefault(piece.expert, []).append(piece)
-        first = next(iter(by_expert.values()))
-        tensors = _tensors(first)
-        for expert, own in by_expert.items():
-            if _tensors(own) != tensors:
-                raise self._refuse(
-                    f"layer {number}: the tensors of expert {expert} are not like those of expert"
-                    f" {first[0].expert}"
-                )
         rows = [by_expert.get(None) or by_expert[expert] for expert in range(count)]
+        first = rows[0]
+        tensors = _tensors(first)
+        for expert, row in enumerate(rows):
+            if row is not first and _tensors(row) != tensors:
+                raise self._refuse(
+                    f"layer {number}: the tensors of expert {expert} are not like those of expert 0"
+                )
         length = np.array([piece.stride for piece in first], np.int64)
         offset = np.array([[piece.tensor.offset for piece in row] for row in rows], np.int64)
         if None in by_expert:

@@ -72,7 +72,12 @@ def test_headers_are_compared_once_all_files_are_there(
         clock[0] += 10
         assert watch.poll() is None  # begins it
         reports: list[identity.Report] = []
-        until(lambda: bool(reports) or bool((r := watch.poll()) and not reports.append(r)), "its end")
+
+        def ended() -> bool:
+            reports.extend(report for report in [watch.poll()] if report)
+            return bool(reports)
+
+        until(ended, "its end")
         return reports[0]
 
     source.files[0].path.rename(away)
