@@ -1,8 +1,8 @@
 """GGUF files that are damaged at random, or made up: opened, or refused, and nothing else.
 
 What is opened is whole: every expert lies in its file.  What is refused is so by VaultError, and neither
-takes memory that the file's size does not pay for.  FUZZ_RUNS sets how many files are tried (a second's worth by
-default), FUZZ_SEED the first of them; a failure names its seed.
+takes memory that the file's size does not pay for.  FUZZ_RUNS sets how many files are tried (some seconds'
+worth by default), FUZZ_SEED the first of them; a failure names its seed.
 """
 
 from __future__ import annotations
@@ -97,16 +97,17 @@ def opened(path: Path, measured: bool) -> bool:
     """Open it; whether it could be."""
     if measured:
         tracemalloc.start()
+    model, words = None, str(path.parent)
     try:
         model = open_gguf(path)
     except VaultError as refusal:
-        assert str(path.parent) in str(refusal)
-        model = None
+        words = str(refusal)
     finally:
         if measured:
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             assert peak <= MEMORY_LEAST + MEMORY_A_BYTE * path.stat().st_size
+    assert str(path.parent) in words
     if model is not None:
         check_whole(model)
     return model is not None
@@ -183,7 +184,7 @@ tensors = st.builds(
 )
 
 
-@settings(max_examples=max(RUNS // 10, 50), deadline=None, derandomize=SEED == 1,
+@settings(max_examples=max(RUNS // 100, 50), deadline=None, derandomize=SEED == 1,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(
     more=st.dictionaries(keys, scalars, max_size=4),
@@ -204,21 +205,19 @@ def test_made_up_files(
     opened(made.write(tmp_path / "m.gguf"), measured=False)
 
 
-@pytest.mark.parametrize("count", [ENTRIES_MAX - 1, ENTRIES_MAX])
-def test_many_tensors(tmp_path: Path, count: int) -> None:
-    """As many as are accepted, as small as they can be."""
+def test_many_tensors(tmp_path: Path) -> None:
+    """As small as they can be: what a tensor takes in memory, beside what it takes in the file."""
     made = HandMade()
-    made.tensors += [HandTensor(f"{i:x}", (), 24) for i in range(count - len(made.tensors))]
+    made.tensors += [HandTensor(f"{i:x}", (), 24) for i in range(ENTRIES_MAX // 16)]
     assert opened(made.write(tmp_path / "m.gguf"), measured=True)
 
 
 def test_a_header_of_empty_strings(tmp_path: Path) -> None:
     """The slowest header for its size: it is walked once, and ends."""
     path = tmp_path / "m.gguf"
-    count = (HEADER_BYTES_MAX // 8) // 16
-    head = (
-        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + g.text("k") + struct.pack("<IIQ", g.ARRAY, g.STRING, count)
-    )
+    count = HEADER_BYTES_MAX // 8 // 64
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + g.text("k")
+    head += struct.pack("<IIQ", g.ARRAY, g.STRING, count)
     with path.open("wb") as f:
         f.write(head)
         f.truncate(len(head) + 8 * count)
