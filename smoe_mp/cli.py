@@ -373,6 +373,7 @@ def _facts(result: StatusResult) -> Table:
         ("vault", f"{vault.path}: {vault.format}, {vault.experts} experts, {human_bytes(vault.bytes)}"),
         *((f"file {i}", _file_line(f)) for i, f in enumerate(result.files)),
         ("ring", f"{ring.slots} slots x {size}, {ring.pages}"),
+        *([("waste", _waste_line(ring))] if ring.wasted_bytes else []),
         ("memory", _memory_line(ring)),
         ("health", result.health),
         ("prewarm", _prewarm_line(result.prewarm)),
@@ -382,6 +383,11 @@ def _facts(result: StatusResult) -> Table:
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     return table
+
+
+def _waste_line(ring: RingStatus) -> str:
+    share = ring.wasted_bytes / ring.data_bytes
+    return f"{human_bytes(ring.wasted_bytes)} ({share:.1%}) of the ring: experts differ in size"
 
 
 def _memory_line(ring: RingStatus) -> str:

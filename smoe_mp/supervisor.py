@@ -160,6 +160,7 @@ class Supervisor:
                 "pages": ring.pages,
                 "locked_bytes": ring.locked_bytes,
                 "resident_bytes": ring.resident_bytes(),
+                "wasted_bytes": ring.wasted_bytes,
                 "census": ring.census(),
             },
             "health": self._health(),

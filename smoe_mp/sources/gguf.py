@@ -9,6 +9,7 @@ experts (ffn_norm_exps), the router, and a vector of one number that all experts
 
     expert    parts, in this order: gate, up, gate_up, down; then what else there is, by name
     tensor    "gate" for the weight, "gate.bias", "gate.scale", ... for the rest: the suffix is the file's own
+    tag       "linear" for the weights, whose rows are outputs; gate_up is gate, then up: "concatenated"
     dtype     the block type's name ("Q4_K", "F32", ...); shape row-major: (rows, columns)
 
 A split model is files NAME-00001-of-0000N.gguf; any of them opens it.  The part's number counts from 1 in
@@ -490,9 +491,16 @@ class _Model:
 def _tensors(pieces: Sequence[_Piece]) -> tuple[Tensor, ...]:
     """The layout of an expert with these pieces, each of them a part."""
     return tuple(
-        Tensor(piece.name, piece.tensor.type_name, piece.shape, part, 0, piece.stride)
+        Tensor(piece.name, piece.tensor.type_name, piece.shape, part, 0, piece.stride, _tag(piece.name))
         for part, piece in enumerate(pieces)
     )
+
+
+def _tag(name: str) -> str:
+    """What is known of the order of a tensor's elements."""
+    role, _, suffix = name.partition(".")
+    order = "concatenated" if role == "gate_up" and suffix in ("", "bias") else ""
+    return ",".join(filter(None, ("" if suffix else "linear", order)))
 
 
 def _table(blocks: list[_Columns]) -> ExpertTable:

@@ -132,8 +132,13 @@ def test_what_goes_with_an_expert_and_what_does_not(tmp_path: Path) -> None:
 
 
 def test_gate_and_up_in_one_stack(tmp_path: Path) -> None:
-    model = open_gguf(write_model(tmp_path / "m.gguf", [{"gate_up": "Q4_0", "down": "Q4_0"}] * 2)[0])
-    assert [(t.name, t.shape) for t in model.layouts[0]] == [("gate_up", (64, 64)), ("down", (64, 32))]
+    files = write_model(tmp_path / "m.gguf", [{"gate_up": "Q4_0", "down": "Q4_0"}] * 2, biases=True)
+    assert [(t.name, t.shape, t.tag) for t in open_gguf(files[0]).layouts[0]] == [
+        ("gate_up", (64, 64), "linear,concatenated"),
+        ("down", (64, 32), "linear"),
+        ("gate_up.bias", (64,), "concatenated"),
+        ("down.bias", (64,), ""),
+    ]
 
 
 def test_experts_without_a_gate(tmp_path: Path) -> None:
