@@ -140,9 +140,12 @@ class HandTensor:
     type: int = 0
     offset: int | None = None
     nbytes: int | None = None
+    data: bytes | None = None  # else what lies there
 
     @property
     def length(self) -> int:
+        if self.data is not None:
+            return len(self.data)
         if self.nbytes is not None:
             return self.nbytes
         block, size = BLOCKS[TYPE_NAMES[self.type]]
@@ -197,27 +200,89 @@ class HandMade:
     def tensor(self, name: str) -> HandTensor:
         return next(t for t in self.tensors if t.name == name)
 
-    def bytes(self) -> bytes:
-        table, end, offsets = b"", 0, []
+    def _places(self) -> list[int]:
+        """The offset of each tensor in the data."""
+        end, offsets = 0, []
         for t in self.tensors:
-            offset = end if t.offset is None else t.offset
-            offsets.append(offset)
+            offsets.append(end if t.offset is None else t.offset)
+            if t.offset is None:
+                end = -(-(end + t.length) // self.alignment) * self.alignment
+        return offsets
+
+    def head(self) -> bytes:
+        """All in front of the data."""
+        table = b""
+        for t, offset in zip(self.tensors, self._places(), strict=True):
             table += text(t.name) + struct.pack("<I", len(t.sizes))
             table += b"".join(struct.pack("<Q", size) for size in t.sizes)
             table += struct.pack("<IQ", t.type, offset)
-            if t.offset is None:
-                end = -(-(offset + t.length) // self.alignment) * self.alignment
         pairs = b"".join(text(key) + struct.pack("<I", kind) + value(kind, it)
                          for key, (kind, it) in self.pairs.items())  # fmt: skip
         tensor_count = len(self.tensors) if self.tensor_count is None else self.tensor_count
         pair_count = len(self.pairs) if self.pair_count is None else self.pair_count
         head = self.magic + struct.pack("<IQQ", self.version, tensor_count, pair_count)
         head += pairs + self.more_pairs + table
-        head += bytes(-len(head) % self.alignment)
-        data = (np.arange(end, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8).tobytes()
-        whole = head + data
+        return head + bytes(-len(head) % self.alignment)
+
+    def bytes(self) -> bytes:
+        placed = list(zip(self.tensors, self._places(), strict=True))
+        follow = [(t, offset) for t, offset in placed if t.offset is None]
+        given = [(t.data, offset) for t, offset in placed if t.data is not None]
+        end = max([offset + t.length for t, offset in follow], default=0)
+        end = max([-(-end // self.alignment) * self.alignment, *(at + len(raw) for raw, at in given)])
+        data = bytearray((np.arange(end, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8).tobytes())
+        for raw, at in given:
+            data[at : at + len(raw)] = raw
+        whole = self.head() + bytes(data)
         return whole[: len(whole) - self.missing]
 
     def write(self, path: Path) -> Path:
         path.write_bytes(self.bytes())
         return path
+
+
+# --- at given places -------------------------------------------------------------------------------------
+
+#: By layer in turn: name, type, columns, rows (0: a vector; neither: one number) of an expert's tensors.
+_PLACED = (
+    (("gate", "Q8_0", 32, 3), ("up", "Q4_0", 32, 5), ("down", "F32", 5, 7), ("down.scale", "F32", 0, 0)),
+    (("gate", "Q5_1", 32, 3), ("up", "BF16", 3, 5), ("down", "F64", 5, 3), ("gate.scale", "F32", 3, 0)),
+)
+
+
+def placed_model(
+    layers: Sequence[int], experts: int, remainders: Sequence[int], *, alignment: int, first: int = 0
+) -> tuple[HandMade, dict[tuple[int, int], dict[str, bytes]]]:
+    """A file with the layers `layers`, whose stacks begin at `remainders` (modulo 4096; rounded down to what
+    the alignment allows), and the bytes of each expert's tensors by name."""
+    rng = np.random.default_rng(len(layers) + first)
+    made = HandMade(alignment=alignment, tensors=[])
+    made.pairs |= {
+        "general.alignment": (U32, alignment),
+        "qwen3moe.expert_count": (U32, experts),
+        "qwen3moe.block_count": (U32, 0),
+    }
+    wanted: dict[tuple[int, int], dict[str, bytes]] = {(i, e): {} for i in layers for e in range(experts)}
+    for layer in layers:
+        for name, type_name, cols, rows in _PLACED[layer % 2]:
+            role, _, suffix = name.partition(".")
+            block, size = BLOCKS[type_name]
+            share = max(cols, 1) // block * size * max(rows, 1)
+            data = rng.bytes(share * experts)
+            sizes = (*(n for n in (cols, rows) if n), experts)
+            stored = f"blk.{layer}.ffn_{role}_exps.{suffix or 'weight'}"
+            made.tensors.append(HandTensor(stored, sizes, NUMBERS[type_name], 0, data=data))
+            for expert in range(experts):
+                wanted[layer, expert][name] = data[expert * share : (expert + 1) * share]
+    at = begin = len(made.head())  # which has the same length wherever the tensors lie
+    for tensor, remainder in zip(made.tensors, _each(remainders, layers), strict=True):
+        at += (remainder // alignment * alignment - at) % 4096
+        tensor.offset = at - begin
+        at += tensor.length
+    return made, wanted
+
+
+def _each(remainders: Sequence[int], layers: Sequence[int]) -> list[int]:
+    """A remainder for each tensor: that of its layer."""
+    by_layer = zip(layers, remainders, strict=True)
+    return [remainder for layer, remainder in by_layer for _ in _PLACED[layer % 2]]
