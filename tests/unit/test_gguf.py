@@ -320,7 +320,7 @@ def test_a_part_that_is_short(split: list[Path]) -> None:
 
 
 def test_parts_that_are_links(split: list[Path], tmp_path: Path) -> None:
-    """As the cache of Hugging Face has them: the names are the links', the files have none that say anything."""
+    """As in the cache of Hugging Face: the files themselves have names that say nothing."""
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     for number, path in enumerate(split):
