@@ -81,6 +81,7 @@ int smoe_expert_tensors(const smoe_ring *r, uint32_t expert_index, smoe_tensor *
         tensors[i] = (smoe_tensor){
             .name = r->strings + t->name,
             .dtype = r->strings + t->dtype,
+            .tag = r->strings + t->tag,
             .ndim = t->ndim,
             .part = t->part,
             .offset = r->parts[x->first_part + t->part].slot_offset + t->offset,
@@ -311,6 +312,8 @@ const char *smoe_strerror(int code) {
         return "direct reads are required and refused";
     case SMOE_EDIFFERS:
         return "not the ring that was asked for";
+    case SMOE_ECHANGED:
+        return "a source file changed under the ring";
     case SMOE_ETAKEN:
         return "another process holds this id's lock";
     default:

@@ -274,7 +274,8 @@ static int check_tables(const smoe_ring *r, smoe_error *e) {
             const struct smoe_tensor_rec *q = &r->tensors[t];
             CHECK(q->part < x->n_parts, "tensor part", t);
             CHECK(within(q->offset, q->bytes, r->parts[x->first_part + q->part].bytes), "tensor place", t);
-            CHECK(q->name < r->strings_bytes && q->dtype < r->strings_bytes && q->ndim <= SMOE_NDIM, "tensor", t);
+            CHECK(q->name < r->strings_bytes && q->dtype < r->strings_bytes, "tensor strings", t);
+            CHECK(q->tag < r->strings_bytes && q->ndim <= SMOE_NDIM, "tensor", t);
         }
     }
     for (uint32_t i = 0; i < r->n_windows; i++) {
@@ -534,7 +535,7 @@ static int open_control(const char *name, struct smoe_header *h, bool any_state,
         rc = fail(e, SMOE_EABI, "ABI", 0, SMOE_ABI, h->abi);
     if (rc == 0 && h->fingerprint != layout_fingerprint())
         rc = fail(e, SMOE_EABI, "layout fingerprint", 0, layout_fingerprint(), h->fingerprint);
-    if (rc == 0 && !any_state && h->state != SMOE_LIVE)
+    if (rc == 0 && !any_state && h->state != SMOE_LIVE && h->state != SMOE_STALE) /* a stale ring says itself why */
         rc = fail(e,
                   h->state == SMOE_GONE       ? SMOE_EGONE
                   : h->state == SMOE_STOPPING ? SMOE_ESTOPPING
@@ -873,6 +874,15 @@ int smoe_set_state(smoe_ring *r, int state) {
     doorbell_ring(r, 0);
     prewarm_ring(r);
     return 0;
+}
+
+int smoe_set_changed(smoe_ring *r, uint32_t file, uint32_t what) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    if (file >= r->n_files || what == 0 || what > 0xFFFFu)
+        return -EINVAL;
+    atomic_store_explicit(&r->hot->changed, file | what << 16, memory_order_relaxed);
+    return smoe_set_state(r, SMOE_STALE); /* after the word, by its order */
 }
 
 /* A ring that cannot be attached, of another ABI or damaged: its first 64 bytes mean what they always do,

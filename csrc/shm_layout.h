@@ -69,6 +69,7 @@ enum smoe_ring_state {
     SMOE_LIVE = 1,     /* stored last of all at creation */
     SMOE_STOPPING = 2, /* no new demand; reads finish */
     SMOE_GONE = 3,     /* removed: attach anew */
+    SMOE_STALE = 4,    /* a source file changed: nothing is served any more, to the end of the ring */
 };
 
 /* What the prewarm process says of itself. */
@@ -206,6 +207,7 @@ struct smoe_hot {
     _Atomic uint32_t prewarm_runs;                  /* changed to have it begin anew */
     _Atomic uint32_t prewarm_state;                 /* what it does now: enum smoe_prewarm_state */
     _Atomic uint32_t prewarm_done, prewarm_goal;    /* experts of the pass under way */
+    _Atomic uint32_t changed;                       /* STALE: file (low 16 bits), what of it (SMOE_CHANGED_*) above */
     struct smoe_queue_pos demand;
     struct smoe_queue_pos speculative;
 };
@@ -274,8 +276,10 @@ struct smoe_layout_rec { /* experts whose tensors are alike share a layout */
 struct smoe_tensor_rec {
     uint32_t name;  /* offset of a NUL-terminated string */
     uint32_t dtype; /* likewise */
+    uint32_t tag;   /* likewise: what is known of the order of its elements */
     uint32_t part;  /* index among the expert's parts */
     uint32_t ndim;
+    uint32_t reserved;
     uint64_t offset; /* from the part's start */
     uint64_t bytes;
     uint64_t shape[SMOE_NDIM];
@@ -302,7 +306,7 @@ _Static_assert(sizeof(struct smoe_window_rec) == 40, "");
 _Static_assert(sizeof(struct smoe_part_rec) == 32, "");
 _Static_assert(sizeof(struct smoe_move_rec) == 24, "");
 _Static_assert(sizeof(struct smoe_layout_rec) == 8, "");
-_Static_assert(sizeof(struct smoe_tensor_rec) == 64, "");
+_Static_assert(sizeof(struct smoe_tensor_rec) == 72, "");
 _Static_assert(sizeof(struct smoe_file_rec) == 56, "");
 _Static_assert(SMOE_COUNTERS <= SMOE_COUNTER_ROW, "");
 /* Homes and queues name slots in 16 bits; the low half of a word is the futex word (little-endian). */

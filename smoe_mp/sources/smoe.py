@@ -39,6 +39,7 @@ import numpy.typing as npt
 
 from smoe_mp.errors import VaultError
 from smoe_mp.sources.base import Expert, Extent, ModelFacts, SourceFile, Tensor
+from smoe_mp.sources.files import LFS_POINTER, open_readable
 
 __all__ = [
     "ALIGNMENT",
@@ -220,33 +221,13 @@ def open_smoe(path: Path) -> SmoeVault:
     Symbolic links are followed.  Nothing stays open.  Raises VaultError with the file, the place in it and
     the figures, where the file cannot be read or its numbers do not add up.
     """
-    fd = _open(path)
+    fd = open_readable(path)
     try:
         return _Reader(path, fd).read()
     except OSError as error:
         raise VaultError(f"{path}: read: {os.strerror(error.errno or 0)} (errno {error.errno})") from error
     finally:
         os.close(fd)
-
-
-def _open(path: Path) -> int:
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except ValueError as error:  # a NUL in the name
-        raise VaultError(f"{str(path)!r}: not a file name: {error}") from error
-    except FileNotFoundError as error:
-        if path.is_symlink():
-            target = os.readlink(path)
-            raise VaultError(f"{path}: a symbolic link to {target}, where there is no file") from error
-        raise VaultError(f"{path}: open: no such file") from error
-    except PermissionError as error:
-        raise VaultError(
-            f"{path}: open: permission denied for uid {os.geteuid()}; it must be readable by the user who"
-            " starts the system"
-        ) from error
-    except OSError as error:
-        raise VaultError(f"{path}: open: {error.strerror} (errno {error.errno})") from error
 
 
 class _Reader:
@@ -308,7 +289,7 @@ class _Reader:
         if self.size == 0:
             raise self._refuse("the file is empty (0 bytes)")
         start = self._read_exactly(0, min(self.size, 64), "the header")
-        if start.startswith(b"version https://git-lfs"):
+        if start.startswith(LFS_POINTER):
             raise self._refuse(
                 f"a Git LFS pointer of {self.size} bytes, not the vault itself; fetch it with `git lfs pull`"
             )
