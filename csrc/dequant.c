@@ -98,10 +98,8 @@ struct decoders {
 
 /* IQ4_NL's and IQ4_XS's 16 steps. */
 static const int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-/* Twice the values of an E2M1 (OCP Microscaling Formats 1.0), as numbers and as sign and magnitude. */
+/* Twice the values of an E2M1 (OCP Microscaling Formats 1.0). */
 static const int8_t e2m1_doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-static const int8_t e2m1_signed[16] = {0,    1,       2,       3,       4,       6,       8,       12,
-                                       -128, 1 - 128, 2 - 128, 3 - 128, 4 - 128, 6 - 128, 8 - 128, 12 - 128};
 
 #define FIFTEENTH_HIGH 0x1.1111p-4f
 #define FIFTEENTH_LOW  0x1.11111p-24f
@@ -116,10 +114,6 @@ static inline float from_bits(uint32_t u) {
     float f;
     memcpy(&f, &u, sizeof f);
     return f;
-}
-
-static inline float with_sign_of(int8_t sign, float magnitude) {
-    return from_bits(bits_of(magnitude) | ((uint32_t)sign & 0x80000000));
 }
 
 /* A minimum m that is added to products with d.  Of two NaN the sum is the first by the reference, but a compiler
@@ -139,14 +133,15 @@ static inline float half_to_float(uint16_t h) {
     return from_bits(sign | (a < 0x400 ? tiny : (a << 13) + high));
 }
 
-/* To nearest even; a NaN keeps its sign and upper bits, as numpy has it. */
+/* To nearest even; a NaN keeps its sign and upper bits, as numpy has it.  Without branches and with signed numbers
+ * only, so that a loop of it becomes vectors. */
 static inline uint16_t float_to_half(float f) {
-    uint32_t u = bits_of(f), a = u & 0x7FFFFFFF, sign = u >> 16 & 0x8000;
-    uint32_t normal = (a - 0x38000000 + 0xFFF + (a >> 13 & 1)) >> 13;
-    uint32_t tiny = bits_of(from_bits(a) + 0.5f) - bits_of(0.5f); /* the sum rounds to multiples of 2^-24 */
-    uint32_t payload = a >> 13 & 0x3FF, nan = 0x7C00 | (payload ? payload : 1);
-    uint32_t large = a > 0x7F800000 ? nan : 0x7C00;
-    return (uint16_t)(sign | (a < 0x38800000 ? tiny : a < 0x477FF000 ? normal : large));
+    int32_t u = (int32_t)bits_of(f), a = u & 0x7FFFFFFF, sign = u >> 16 & 0x8000;
+    int32_t normal = (a - 0x38000000 + 0xFFF + (a >> 13 & 1)) >> 13;
+    int32_t tiny = (int32_t)bits_of(from_bits((uint32_t)a) + 0.5f) - 0x3F000000; /* rounded to multiples of 2^-24 */
+    int32_t payload = a >> 13 & 0x3FF, nan = 0x7C00 | (payload ? payload : 1);
+    int32_t large = a > 0x7F800000 ? nan : 0x7C00, finite = a < 0x38800000 ? tiny : normal;
+    return (uint16_t)(sign | (a < 0x477FF000 ? finite : large));
 }
 
 /* To nearest even; a NaN becomes the quiet one of its sign, as ml_dtypes has it. */
@@ -154,6 +149,68 @@ static inline uint16_t float_to_bf16(float f) {
     uint32_t u = bits_of(f), rounded = (u + 0x7FFF + (u >> 16 & 1)) >> 16;
     uint32_t nan = (u >> 16 & 0x8000) | 0x7FC0;
     return (uint16_t)((int32_t)(u & 0x7FFFFFFF) > 0x7F800000 ? nan : rounded);
+}
+
+/* Vectors of 16 bytes, codes or halves of float16, and of 8 floats.  Arithmetic on them is that of their items. */
+typedef uint8_t codes __attribute__((vector_size(16)));
+typedef uint16_t halves __attribute__((vector_size(16)));
+typedef uint64_t longs __attribute__((vector_size(16)));
+#if defined(__x86_64__)
+typedef float floats __attribute__((vector_size(32)));
+#endif
+
+static inline codes codes_at(const uint8_t *at) {
+    codes c;
+    memcpy(&c, at, sizeof c);
+    return c;
+}
+
+/* Each byte's bits from `shift` on, under `mask`.  A shift of pairs of bytes, for processors have none of bytes: the
+ * mask has to take what comes over from the neighbour. */
+static inline codes bits_from(codes c, int shift, uint8_t mask) {
+    return (codes)((halves)c >> (uint16_t)shift) & mask;
+}
+
+static inline codes low_half(codes c) {
+    return c & 15;
+}
+
+static inline codes high_half(codes c) {
+    return bits_from(c, 4, 15);
+}
+
+/* a[0] b[0] a[1] b[1] ..., and how it goes on from a[8]. */
+static inline codes first_in_turn(codes a, codes b) {
+#if defined(__x86_64__)
+    return (codes)_mm_unpacklo_epi8((__m128i)a, (__m128i)b);
+#elif defined(__aarch64__)
+    return (codes)vzip1q_u8((uint8x16_t)a, (uint8x16_t)b);
+#else
+    codes c;
+    for (int i = 0; i < 16; i++)
+        c[i] = i % 2 ? b[i / 2] : a[i / 2];
+    return c;
+#endif
+}
+
+static inline codes later_in_turn(codes a, codes b) {
+#if defined(__x86_64__)
+    return (codes)_mm_unpackhi_epi8((__m128i)a, (__m128i)b);
+#elif defined(__aarch64__)
+    return (codes)vzip2q_u8((uint8x16_t)a, (uint8x16_t)b);
+#else
+    codes c;
+    for (int i = 0; i < 16; i++)
+        c[i] = i % 2 ? b[8 + i / 2] : a[8 + i / 2];
+    return c;
+#endif
+}
+
+/* 16 for each of 16 bits that is set, the lowest first. */
+static inline codes fifth_bits(const uint8_t *at) {
+    const codes bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    longs spread = {at[0] * 0x0101010101010101u, at[1] * 0x0101010101010101u};
+    return (codes)(((codes)spread & bit) != 0) & 16;
 }
 
 #define KERNEL(name) name##_plain
@@ -184,6 +241,11 @@ struct share {
     const struct decoders *decoders;
     uint64_t first, end;
 };
+
+/* Numbers that are no blocks are decoded by sixteens. */
+static size_t step_of(const smoe_block_type *t) {
+    return t->elements > 1 ? t->elements : 16;
+}
 
 static uint64_t blocks_for(uint64_t weights, uint32_t block) {
     return weights / block + (weights % block != 0);
@@ -221,14 +283,15 @@ static void decode_run(const struct share *s, uint64_t at, size_t n, float *out)
     const smoe_dequant_job *job = s->job;
     const smoe_block_type *t = &types[job->type];
     decoder *decode = s->decoders->of[job->type];
-    size_t blocks = n / t->elements, rest = n % t->elements;
+    size_t step = step_of(t), blocks = n / step, rest = n % step;
     const uint8_t *data = (const uint8_t *)job->data + at / t->elements * t->bytes;
     const uint8_t *scales = job->scales;
     if (scales && !t->tile)
         scales += at / t->elements * t->scale_bytes;
     decode(data, scales, blocks, out);
     if (rest)
-        decode_rest(decode, t, data + blocks * t->bytes, scales + blocks * t->scale_bytes, rest, out + n - rest);
+        decode_rest(decode, t, data + (n - rest) * t->bytes / t->elements,
+                    scales ? scales + blocks * t->scale_bytes : NULL, rest, out + n - rest);
     if (t->tile)
         s->decoders->times(out, n, scale_of_tile(job, t->tile, at));
 }
