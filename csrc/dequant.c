@@ -159,6 +159,13 @@ typedef uint64_t longs __attribute__((vector_size(16)));
 typedef float floats __attribute__((vector_size(32)));
 #endif
 
+/* Where a loop's counter says how far to shift, which should be known when the code is made. */
+#if defined(__clang__)
+#define UNROLL
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 static inline codes codes_at(const uint8_t *at) {
     codes c;
     memcpy(&c, at, sizeof c);
@@ -169,6 +176,11 @@ static inline codes codes_at(const uint8_t *at) {
  * mask has to take what comes over from the neighbour. */
 static inline codes bits_from(codes c, int shift, uint8_t mask) {
     return (codes)((halves)c >> (uint16_t)shift) & mask;
+}
+
+/* Codes below 16, times 16. */
+static inline codes four_up(codes c) {
+    return (codes)((halves)c << 4);
 }
 
 static inline codes low_half(codes c) {

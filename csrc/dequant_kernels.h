@@ -165,6 +165,7 @@ TARGET static void KERNEL(mxfp4_apart)(const uint8_t *data, const uint8_t *scale
     for (size_t b = 0; b < blocks; b++, data += 16, out += 32) {
         float d = scales[b] == 255 ? INFINITY : half_of_e8m0(scales[b]);
         codes c = codes_at(data), low = low_half(c), high = high_half(c);
+        UNROLL
         for (int i = 0; i < 2; i++) {
             codes in_turn = i ? later_in_turn(low, high) : first_in_turn(low, high);
             codes sign = (codes)(in_turn > 7) | 1, size = KERNEL(look_up)(e2m1_doubled, in_turn & 7);
@@ -179,6 +180,7 @@ TARGET static void KERNEL(q2_k)(const uint8_t *data, const uint8_t *scales, size
     (void)scales;
     for (size_t b = 0; b < blocks; b++, data += 84, out += 256) {
         float d = KERNEL(half_at)(data + 80), dmin = KERNEL(half_at)(data + 82);
+        UNROLL
         for (int g = 0; g < 16; g++) {
             float dl = d * (float)(data[g] & 15), ml = dmin * (float)(data[g] >> 4);
             codes c = codes_at(data + 16 + g / 8 * 32 + g % 2 * 16);
@@ -192,6 +194,7 @@ TARGET static void KERNEL(q3_k)(const uint8_t *data, const uint8_t *scales, size
     for (size_t b = 0; b < blocks; b++, data += 110, out += 256) {
         const uint8_t *packed = data + 96;
         float d = KERNEL(half_at)(data + 108);
+        UNROLL
         for (int g = 0; g < 16; g++) {
             int low = packed[g % 8] >> g / 8 * 4 & 15, high = packed[8 + g % 4] >> g / 4 * 2 & 3;
             float dl = d * (float)((low | high << 4) - 32);
@@ -219,8 +222,10 @@ TARGET static void KERNEL(q4_k)(const uint8_t *data, const uint8_t *scales, size
     for (size_t b = 0; b < blocks; b++, data += 144, out += 256) {
         float dl[8], ml[8];
         KERNEL(scales_of_6)(data, dl, ml);
+        UNROLL
         for (int g = 0; g < 8; g++) {
             float d = dl[g], m = ml[g];
+            UNROLL
             for (int half = 0; half < 2; half++) {
                 codes c = codes_at(data + 16 + g / 2 * 32 + half * 16);
                 PUT(out + 32 * g + 16 * half, x, bits_from(c, g % 2 * 4, 15), x * d - m);
@@ -234,8 +239,10 @@ TARGET static void KERNEL(q5_k)(const uint8_t *data, const uint8_t *scales, size
     for (size_t b = 0; b < blocks; b++, data += 176, out += 256) {
         float dl[8], ml[8];
         KERNEL(scales_of_6)(data, dl, ml);
+        UNROLL
         for (int g = 0; g < 8; g++) {
             float d = dl[g], m = ml[g];
+            UNROLL
             for (int half = 0; half < 2; half++) {
                 codes c = codes_at(data + 48 + g / 2 * 32 + half * 16), high = codes_at(data + 16 + half * 16);
                 codes fifth = (codes)((high & (uint8_t)(1 << g)) != 0) & 16;
@@ -251,10 +258,11 @@ TARGET static void KERNEL(q6_k)(const uint8_t *data, const uint8_t *scales, size
     for (size_t b = 0; b < blocks; b++, data += 210, out += 256) {
         const int8_t *scale = (const int8_t *)(data + 192);
         float d = KERNEL(half_at)(data + 208);
+        UNROLL
         for (int g = 0; g < 16; g++) {
             float dl = d * (float)scale[g];
             codes c = codes_at(data + g / 8 * 64 + g % 4 * 16), more = codes_at(data + 128 + g / 8 * 32 + g % 2 * 16);
-            codes upper = bits_from(more, g % 8 / 2 * 2, 3) << 4;
+            codes upper = four_up(bits_from(more, g % 8 / 2 * 2, 3));
             PUT(out + 16 * g, x, (bits_from(c, g % 8 / 4 * 4, 15) | upper) - 32, x * dl);
         }
     }
@@ -265,6 +273,7 @@ TARGET static void KERNEL(iq4_xs)(const uint8_t *data, const uint8_t *scales, si
     for (size_t b = 0; b < blocks; b++, data += 136, out += 256) {
         float d = KERNEL(half_at)(data);
         int high = data[2] | data[3] << 8;
+        UNROLL
         for (int g = 0; g < 8; g++) {
             int scale = (data[4 + g / 2] >> g % 2 * 4 & 15) | (high >> 2 * g & 3) << 4;
             KERNEL(put_by_table)(iq4_values, data + 8 + 16 * g, d * (float)(scale - 32), out + 32 * g);
@@ -290,6 +299,7 @@ TARGET static void KERNEL(smoe_q2)(const uint8_t *data, const uint8_t *scales, s
     for (size_t b = 0; b < blocks; b++, data += 16, scales += 2, out += 64) {
         float d = KERNEL(half_at)(scales);
         codes c = codes_at(data), low = low_half(c), high = high_half(c);
+        UNROLL
         for (int i = 0; i < 2; i++) {
             codes pairs = i ? later_in_turn(low, high) : first_in_turn(low, high);
             codes even = pairs & 3, odd = bits_from(pairs, 2, 3);
