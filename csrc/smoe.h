@@ -320,6 +320,32 @@ int smoe_memory_level(void);
 int smoe_probe(const char *path, smoe_probe_result *result, smoe_error *error);
 uint32_t smoe_sizeof(uint32_t record); /* of the records, in smoe_tables' order, then header and slot */
 const char *smoe_strerror(int code);
+
+/* --- Dequantisers: see dequant.c.  They need no ring. */
+
+/* A type of blocks: how many weights one block holds, in how many bytes.  scale_bytes: of one scale, where the
+ * scales lie apart from the blocks, else 0; one for each block, or, where tile is not 0, one for each
+ * tile x tile weights of a matrix, edges counted full.  A name may stand twice, without scales and with. */
+typedef struct {
+    const char *name;
+    uint32_t elements, bytes, scale_bytes, tile;
+} smoe_block_type;
+/* The types by number, from 0; NULL past the last. */
+const smoe_block_type *smoe_block_type_at(uint32_t type);
+
+enum { SMOE_TO_F32 = 0, SMOE_TO_F16 = 1, SMOE_TO_BF16 = 2 };
+typedef struct {
+    uint32_t type, to; /* a type's number, SMOE_TO_* */
+    uint32_t threads;  /* at most 64; they live for the call */
+    uint32_t plain;    /* 1: no vectors beyond what the compiler may assume: for tests */
+    uint64_t rows, columns;
+    const void *data, *scales; /* any address; scales NULL where the type has none */
+    uint64_t data_bytes, scales_bytes;
+    void *out; /* aligned to its item; must not overlap the others */
+    uint64_t out_bytes;
+} smoe_dequant_job;
+/* Decode rows x columns weights.  The sizes must be those of type and shape: else -EINVAL, and nothing is written. */
+int smoe_dequantize(const smoe_dequant_job *job);
 /* [cffi: to here] */
 
 #pragma GCC visibility pop
