@@ -81,6 +81,7 @@ int smoe_expert_tensors(const smoe_ring *r, uint32_t expert_index, smoe_tensor *
         tensors[i] = (smoe_tensor){
             .name = r->strings + t->name,
             .dtype = r->strings + t->dtype,
+            .tag = r->strings + t->tag,
             .ndim = t->ndim,
             .part = t->part,
             .offset = r->parts[x->first_part + t->part].slot_offset + t->offset,

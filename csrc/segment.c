@@ -275,7 +275,8 @@ static int check_tables(const smoe_ring *r, smoe_error *e) {
             const struct smoe_tensor_rec *q = &r->tensors[t];
             CHECK(q->part < x->n_parts, "tensor part", t);
             CHECK(within(q->offset, q->bytes, r->parts[x->first_part + q->part].bytes), "tensor place", t);
-            CHECK(q->name < r->strings_bytes && q->dtype < r->strings_bytes && q->ndim <= SMOE_NDIM, "tensor", t);
+            CHECK(q->name < r->strings_bytes && q->dtype < r->strings_bytes, "tensor strings", t);
+            CHECK(q->tag < r->strings_bytes && q->ndim <= SMOE_NDIM, "tensor", t);
         }
     }
     for (uint32_t i = 0; i < r->n_windows; i++) {

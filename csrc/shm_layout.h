@@ -275,8 +275,10 @@ struct smoe_layout_rec { /* experts whose tensors are alike share a layout */
 struct smoe_tensor_rec {
     uint32_t name;  /* offset of a NUL-terminated string */
     uint32_t dtype; /* likewise */
+    uint32_t tag;   /* likewise: what is known of the order of its elements */
     uint32_t part;  /* index among the expert's parts */
     uint32_t ndim;
+    uint32_t reserved;
     uint64_t offset; /* from the part's start */
     uint64_t bytes;
     uint64_t shape[SMOE_NDIM];
@@ -303,7 +305,7 @@ _Static_assert(sizeof(struct smoe_window_rec) == 40, "");
 _Static_assert(sizeof(struct smoe_part_rec) == 32, "");
 _Static_assert(sizeof(struct smoe_move_rec) == 24, "");
 _Static_assert(sizeof(struct smoe_layout_rec) == 8, "");
-_Static_assert(sizeof(struct smoe_tensor_rec) == 64, "");
+_Static_assert(sizeof(struct smoe_tensor_rec) == 72, "");
 _Static_assert(sizeof(struct smoe_file_rec) == 56, "");
 _Static_assert(SMOE_COUNTERS <= SMOE_COUNTER_ROW, "");
 /* Homes and queues name slots in 16 bits; the low half of a word is the futex word (little-endian). */

@@ -155,6 +155,7 @@ int smoe_get_info(const smoe_ring *ring, smoe_info *info);
 typedef struct {
     const char *name;
     const char *dtype;
+    const char *tag; /* of the order of its elements, "" if there is nothing to say */
     uint64_t shape[4];
     uint32_t ndim;
     uint32_t part;

@@ -40,6 +40,7 @@ from smoe_mp.control.commands import (
     StatusResult,
     Stop,
     StopResult,
+    VaultStatus,
     Workers,
     help_text,
 )
@@ -346,6 +347,7 @@ def _facts(result: StatusResult) -> Table:
         ("system", f"{result.name}: {result.state} for {_duration(result.uptime_s)}"),
         ("process", f"pid {result.pid}, smoe-mp {result.version}"),
         ("vault", f"{vault.path}: {vault.format}, {vault.experts} experts, {human_bytes(vault.bytes)}"),
+        ("checksums", _checksum_line(vault)),
         *((f"file {i}", _file_line(f)) for i, f in enumerate(result.files)),
         ("ring", f"{ring.slots} slots x {size}, {ring.pages}"),
         ("memory", _memory_line(ring)),
@@ -357,6 +359,13 @@ def _facts(result: StatusResult) -> Table:
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     return table
+
+
+def _checksum_line(vault: VaultStatus) -> str:
+    have = f"{vault.checksums} of {vault.experts} experts have one"
+    return (
+        f"{have}; {'each read is' if vault.verify and vault.checksums else 'reads are not'} held against it"
+    )
 
 
 def _memory_line(ring: RingStatus) -> str:

@@ -49,7 +49,7 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[TensorRecord, ...]:
     first = [t for name in _FIRST for t in tensors if t.name == name]
     place, out = 0, []
     for t in [*first, *(t for t in tensors if t.name not in _FIRST)]:
-        out.append(TensorRecord(t.name, t.dtype, t.shape, place, t.nbytes))
+        out.append(TensorRecord(t.name, t.dtype, t.shape, place, t.nbytes, t.tag))
         place = _up_to(place + t.nbytes, TENSOR_ALIGNMENT)
     return tuple(out)
 

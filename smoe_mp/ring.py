@@ -122,6 +122,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    tag: str = ""
 
 
 class Expert:
@@ -238,7 +239,12 @@ class _Facts:
             lib.smoe_expert_tensors(self._handle.ptr, index, room, n)
             known = self._tensors[index] = {
                 text(t.name): TensorInfo(
-                    text(t.name), text(t.dtype), tuple(t.shape[i] for i in range(t.ndim)), t.offset, t.bytes
+                    text(t.name),
+                    text(t.dtype),
+                    tuple(t.shape[i] for i in range(t.ndim)),
+                    t.offset,
+                    t.bytes,
+                    text(t.tag),
                 )
                 for t in room
             }

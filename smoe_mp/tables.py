@@ -15,13 +15,13 @@ The dtypes below are the records of csrc/shm_layout.h; a test holds them against
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from smoe_mp.sources.base import Expert, Extent, Source, Tensor
+from smoe_mp.sources.base import ExpertTable, Extent, Source, Tensor
 
 SLOT_ALIGN = 16384
 #: Alignment of a moved part's own place.
@@ -61,8 +61,10 @@ TENSOR = np.dtype(
     [
         ("name", "<u4"),
         ("dtype", "<u4"),
+        ("tag", "<u4"),
         ("part", "<u4"),
         ("ndim", "<u4"),
+        ("reserved", "<u4"),
         ("offset", "<u8"),
         ("bytes", "<u8"),
         ("shape", "<u8", (4,)),
@@ -115,43 +117,102 @@ def _round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def _windows(extents: Sequence[Extent], align: int) -> list[Window]:
-    """Merged aligned windows around the extents, each placed behind the other."""
-    spans: list[list[int]] = []  # file, start, end, last wanted byte
-    for x in sorted(extents, key=lambda x: (x.file, x.offset)):
-        start, wanted = x.offset // align * align, x.offset + x.length
-        if spans and spans[-1][0] == x.file and start <= spans[-1][2]:
-            spans[-1][3] = max(spans[-1][3], wanted)
-        else:
-            spans.append([x.file, start, 0, wanted])
-        spans[-1][2] = _round_up(spans[-1][3], align)
-    place, out = 0, []
-    for file, start, end, wanted in spans:
-        out.append(Window(file, start, end - start, wanted - start, place))
-        place += end - start
-    return out
+Column = npt.NDArray[np.int64]
+#: Rows with these fields: windows with `_WINDOW`, parts with `_PART`, moves with `_MOVE`.
+_WINDOW = ("file_offset", "length", "need", "slot_offset", "file")
 
 
-def _misaligned(tensors: Iterable[Tensor], part: int, place: int) -> bool:
-    return any((place + t.offset) % alignment_of(t.dtype) for t in tensors if t.part == part)
+@dataclass(slots=True)
+class _Plans:
+    """The plans of experts that are alike: one row an expert, one column a window, part or move.
+
+    A window or move that a row does not have is left out by its mask; those that it has stand in order.
+    """
+
+    windows: dict[str, Column]
+    has_window: npt.NDArray[np.bool_]
+    places: Column
+    moves: dict[str, Column]
+    has_move: npt.NDArray[np.bool_]
+    bytes: Column
+
+
+def _plan_windows(file: Column, offset: Column, length: Column, align: int) -> tuple[_Plans, Column]:
+    """Merged aligned windows around the extents, each placed behind the other, and the extents' places in
+    them.  One row an expert, one column an extent."""
+    rows, n = offset.shape
+    order = np.lexsort((offset, file), axis=1)
+    file, offset, length = (np.take_along_axis(a, order, 1) for a in (file, offset, length))
+    start = offset // align * align
+    fields = {name: np.zeros((rows, n), np.int64) for name in _WINDOW}
+    has = np.zeros((rows, n), np.bool_)
+    number = np.zeros(rows, np.int64)  # of each row's last window, at which the extents so far end
+    window_of = np.zeros((rows, n), np.int64)
+    every = np.arange(rows)
+    wanted = np.zeros(rows, np.int64)
+    for j in range(n):
+        if j:
+            end = -(-wanted // align) * align
+            joins = (file[:, j] == file[:, j - 1]) & (start[:, j] <= end)
+            number = number + ~joins
+            wanted = np.where(joins, wanted, 0)
+        new = ~has[every, number]
+        has[every, number] = True
+        for name, value in (("file", file[:, j]), ("file_offset", start[:, j])):
+            fields[name][every, number] = np.where(new, value, fields[name][every, number])
+        wanted = np.maximum(wanted, offset[:, j] + length[:, j])
+        fields["need"][every, number] = wanted - fields["file_offset"][every, number]
+        window_of[:, j] = number
+    fields["length"] = -(-fields["need"] // align) * align
+    ends = np.cumsum(fields["length"], axis=1)
+    fields["slot_offset"] = np.where(has, ends - fields["length"], 0)
+    sorted_places = offset + np.take_along_axis(fields["slot_offset"] - fields["file_offset"], window_of, 1)
+    places = np.empty_like(sorted_places)
+    np.put_along_axis(places, order, sorted_places, 1)
+    none = np.zeros((rows, n), np.int64)
+    moves = {"from": none, "to": none.copy(), "bytes": none.copy()}
+    return _Plans(fields, has, places, moves, np.zeros_like(has), ends[:, -1]), places
+
+
+def _shift(needs: Sequence[tuple[int, int]]) -> int:
+    """How far behind a multiple of PART_ALIGN a moved part lies, so that its views are aligned; 0 where no
+    place makes all of them so.  `needs`: offset in the part and alignment of each view."""
+    right = (k for k in range(PART_ALIGN) if not any((k + offset) % to for offset, to in needs))
+    return next(right, 0)
+
+
+def _plan_alike(
+    file: Column, offset: Column, length: Column, tensors: Sequence[Tensor], align: int
+) -> _Plans:
+    """The plans of experts of one layout with the same number of extents: arrays of one row an expert."""
+    plans, places = _plan_windows(file, offset, length, align)
+    for part in range(offset.shape[1]):
+        needs = [(t.offset, alignment_of(t.dtype)) for t in tensors if t.part == part]
+        needs = [(at, to) for at, to in dict.fromkeys(needs) if to > 1]
+        if not needs:
+            continue
+        moved = np.any([(places[:, part] + at) % to != 0 for at, to in needs], axis=0)
+        own = -(-plans.bytes // PART_ALIGN) * PART_ALIGN + _shift(needs)
+        plans.has_move[:, part] = moved
+        plans.moves["from"][:, part] = places[:, part]
+        plans.moves["to"][:, part] = own
+        plans.moves["bytes"][:, part] = length[:, part]
+        plans.places[:, part] = np.where(moved, own, places[:, part])
+        plans.bytes = np.where(moved, own + length[:, part], plans.bytes)
+    return plans
 
 
 def plan(extents: Sequence[Extent], tensors: Sequence[Tensor], align: int) -> Plan:
     """The read plan of one expert.  `align`: bytes, a power of two of at least 512."""
-    windows = _windows(extents, align)
-    end = windows[-1].place + windows[-1].length
-    places, moves = [], []
-    for i, x in enumerate(extents):
-        w = next(w for w in windows if w.file == x.file and w.offset <= x.offset < w.offset + w.length)
-        place = w.place + x.offset - w.offset
-        if _misaligned(tensors, i, place):
-            base = _round_up(end, PART_ALIGN)
-            at = (base + k for k in range(PART_ALIGN))
-            own = next((place for place in at if not _misaligned(tensors, i, place)), base)
-            moves.append((place, own, x.length))
-            place, end = own, own + x.length
-        places.append(place)
-    return Plan(tuple(windows), tuple(places), tuple(moves), end)
+    rows = np.array([(x.file, x.offset, x.length) for x in extents], np.int64)
+    p = _plan_alike(rows[None, :, 0], rows[None, :, 1], rows[None, :, 2], tensors, align)
+    has, moved = p.has_window[0], p.has_move[0]
+    names = ("file", "file_offset", "length", "need", "slot_offset")
+    windows = zip(*(p.windows[name][0][has].tolist() for name in names), strict=True)
+    moves = zip(*(p.moves[name][0][moved].tolist() for name in ("from", "to", "bytes")), strict=True)
+    return Plan(
+        tuple(Window(*w) for w in windows), tuple(p.places[0].tolist()), tuple(moves), int(p.bytes[0])
+    )
 
 
 class _Strings:
@@ -196,9 +257,8 @@ def _layout_tables(
         heads.append((len(rows), len(tensors)))
         for t in tensors:
             shape = tuple(t.shape) + (0,) * (4 - len(t.shape))
-            rows.append(
-                (strings.add(t.name), strings.add(t.dtype), t.part, len(t.shape), t.offset, t.nbytes, shape)
-            )
+            words = strings.add(t.name), strings.add(t.dtype), strings.add(t.tag)
+            rows.append((*words, t.part, len(t.shape), 0, t.offset, t.nbytes, shape))
     return np.array(heads, LAYOUT), np.array(rows, TENSOR)
 
 
@@ -218,59 +278,79 @@ def _file_table(source: Source, strings: _Strings) -> npt.NDArray[np.void]:
     return np.array(rows, FILE)
 
 
+@dataclass
 class _Rows:
-    """Rows of windows, parts and moves as they grow."""
+    """The growing rows of one record, of experts in any order; `expert` is whose each one is."""
 
-    def __init__(self) -> None:
-        self.experts: list[tuple[int, ...]] = []
-        self.windows: list[tuple[int, ...]] = []
-        self.parts: list[tuple[int, ...]] = []
-        self.moves: list[tuple[int, ...]] = []
+    dtype: np.dtype[np.void]
+    expert: list[Column]
+    fields: list[dict[str, Column]]
 
-    def add(self, x: Expert, p: Plan) -> None:
-        self.experts.append(
-            (
-                x.layer,
-                x.expert,
-                x.layout,
-                len(self.windows),
-                len(p.windows),
-                len(self.parts),
-                len(p.places),
-                len(self.moves),
-                len(p.moves),
-                x.crc32c,
-                sum(e.length for e in x.extents),
-            )
-        )
-        self.windows += [(w.offset, w.length, w.need, w.place, w.file, 0) for w in p.windows]
-        self.parts += [
-            (e.offset, e.length, place, e.file, 0) for e, place in zip(x.extents, p.places, strict=True)
-        ]
-        self.moves += p.moves
+    def add(self, experts: Column, fields: dict[str, Column], has: npt.NDArray[np.bool_]) -> None:
+        """Add the rows that `has` shows; it and `fields` have one row an expert, in order."""
+        self.expert.append(np.repeat(experts, has.sum(axis=1)))
+        self.fields.append({name: values[has] for name, values in fields.items()})
+
+    def table(self, n_experts: int) -> tuple[npt.NDArray[np.void], Column, Column]:
+        """The record's table in the order of the experts, and where each expert's rows begin, and how many
+        they are."""
+        whose = np.concatenate(self.expert)
+        order = np.argsort(whose, kind="stable")
+        out = np.zeros(len(whose), self.dtype)
+        for name in self.fields[0]:
+            out[name] = np.concatenate([fields[name] for fields in self.fields])[order]
+        counts = np.bincount(whose, minlength=n_experts)
+        return out, np.cumsum(counts) - counts, counts
+
+
+def _rows(dtype: np.dtype[np.void]) -> _Rows:
+    return _Rows(dtype, [], [])
+
+
+def _groups(x: ExpertTable) -> Iterator[tuple[int, Column]]:
+    """Layout and rows of the experts that have it and the same number of extents."""
+    n_extents = np.diff(x.first)
+    kinds, of = np.unique(np.stack([x.layout, n_extents], axis=1), axis=0, return_inverse=True)
+    order = np.argsort(of.reshape(-1), kind="stable")
+    ends = np.cumsum(np.bincount(of.reshape(-1), minlength=len(kinds)))
+    for (layout, _), rows in zip(kinds.tolist(), np.split(order, ends[:-1]), strict=True):
+        yield layout, rows
 
 
 def build(source: Source, read_align: int = 4096) -> Tables:
     """The tables of a source.  `read_align`: the largest alignment (bytes) that its files' direct reads
     ask for, and at least 4096."""
-    strings, rows, slot_bytes = _Strings(), _Rows(), 0
-    for x in source.experts:
-        p = plan(x.extents, source.layouts[x.layout], read_align)
-        slot_bytes = max(slot_bytes, p.bytes)
-        rows.add(x, p)
+    x, strings, slot_bytes = ExpertTable.of(source.experts), _Strings(), 0
+    windows, parts, moves = _rows(WINDOW), _rows(PART), _rows(MOVE)
+    for layout, rows in _groups(x):
+        at = x.first[rows, None] + np.arange(x.first[rows[0] + 1] - x.first[rows[0]])
+        file, offset, length = x.file[at], x.offset[at], x.length[at]
+        p = _plan_alike(file, offset, length, source.layouts[layout], read_align)
+        windows.add(rows, p.windows, p.has_window)
+        place = {"file_offset": offset, "bytes": length, "slot_offset": p.places, "file": file}
+        parts.add(rows, place, np.ones(at.shape, np.bool_))
+        moves.add(rows, p.moves, p.has_move)
+        slot_bytes = max(slot_bytes, int(p.bytes.max()))
+    experts = np.zeros(len(x), EXPERT)
+    for name, column in (("layer", x.layer), ("expert", x.expert), ("layout", x.layout)):
+        experts[name] = column
+    experts["crc32c"], experts["bytes"] = x.crc32c, x.bytes
+    table = {}
+    for name, made in (("window", windows), ("part", parts), ("move", moves)):
+        table[name], experts[f"first_{name}"], experts[f"n_{name}s"] = made.table(len(x))
     layouts, tensors = _layout_tables(source.layouts, strings)
     files = _file_table(source, strings)
     return Tables(
-        experts=np.array(rows.experts, EXPERT),
-        windows=np.array(rows.windows, WINDOW),
-        parts=np.array(rows.parts, PART),
-        moves=np.array(rows.moves, MOVE),
+        experts=experts,
+        windows=table["window"],
+        parts=table["part"],
+        moves=table["move"],
         layouts=layouts,
         tensors=tensors,
         files=files,
         strings=bytes(strings.blob),
-        grid_layers=max(x.layer for x in source.experts) + 1,
-        grid_experts=max(x.expert for x in source.experts) + 1,
+        grid_layers=int(x.layer.max()) + 1,
+        grid_experts=int(x.expert.max()) + 1,
         slot_bytes=_round_up(slot_bytes, SLOT_ALIGN),
         read_align=read_align,
     )

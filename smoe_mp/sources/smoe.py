@@ -26,6 +26,7 @@ import numpy as np
 
 from smoe_mp.errors import VaultError
 from smoe_mp.sources.base import Expert, Extent, ModelFacts, SourceFile, Tensor
+from smoe_mp.sources.files import open_readable
 from smoe_mp.sources.smoe_file import (
     ALIGNMENT,
     ENTRY_DTYPE,
@@ -38,7 +39,6 @@ from smoe_mp.sources.smoe_file import (
     Table,
     VaultFile,
     figures,
-    open_readable,
 )
 
 __all__ = [
@@ -215,7 +215,7 @@ class _Reader(VaultFile):
                 " supported"
             )
         if h.version not in (1, 2):
-            raise self.refuse(f"version {h.version} of the format; this program reads versions 1 and 2")
+            raise self.refuse(f"version {h.version} of the format; this program reads versions 1, 2 and 3")
         if h.group_size != GROUP_WEIGHTS:
             raise self.refuse(f"header: group_size {h.group_size}, and only 64 exists")
         if h.bits not in (2, 4):

@@ -37,6 +37,8 @@ from smoe_mp._native import ffi, lib
 from smoe_mp.errors import VaultError
 from smoe_mp.quant import packed_sizes
 from smoe_mp.sources.base import Expert, Extent, ModelFacts, SourceFile, Tensor
+from smoe_mp.sources.dtypes import BITS
+from smoe_mp.sources.files import open_readable
 from smoe_mp.sources.smoe import SmoeVault, open_smoe
 from smoe_mp.sources.smoe_file import (
     ENTRY_DTYPE,
@@ -44,7 +46,6 @@ from smoe_mp.sources.smoe_file import (
     Table,
     VaultFile,
     figures,
-    open_readable,
 )
 
 __all__ = [
@@ -68,12 +69,7 @@ DESCRIPTION_ALIGNMENT = 64
 MAX_DESCRIPTION_BYTES = 16 << 20
 TENSOR_ALIGNMENT = 64
 
-#: Bytes of an element, where the type's name alone says it.  Of other types the size is the record's.
-ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-}  # fmt: skip
-_BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
+_CODE_BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 
 Text = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -81,13 +77,15 @@ Positive = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class TensorRecord(Struct, frozen=True):
-    """One tensor: `shape` in elements, row-major; `offset` from the blob's start and `nbytes` in bytes."""
+    """One tensor: `shape` in elements, row-major; `offset` from the blob's start and `nbytes` in bytes; `tag`
+    as in `base.Tensor`."""
 
     name: Text
     dtype: Text
     shape: Annotated[tuple[Positive, ...], Meta(max_length=4)]
     offset: Count
     nbytes: Positive
+    tag: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Model(Struct, frozen=True):
@@ -194,7 +192,7 @@ class _Reader(VaultFile):
             origin=description.origin,
             experts=_experts(table),
             layouts=tuple(
-                tuple(Tensor(t.name, t.dtype, t.shape, 0, t.offset, t.nbytes) for t in layout)
+                tuple(Tensor(t.name, t.dtype, t.shape, 0, t.offset, t.nbytes, t.tag) for t in layout)
                 for layout in description.layouts
             ),
             model=ModelFacts(**msgspec.structs.asdict(description.model)),
@@ -272,8 +270,10 @@ class _Reader(VaultFile):
             raise self.refuse(f"layout {number}: {len(layout)} tensors with {len(by_name)} names")
         for tensor in layout:
             where = f"layout {number}, tensor {tensor.name!r}"
-            if not (tensor.name.isprintable() and tensor.dtype.isprintable()):
-                raise self.refuse(f"{where}: name or type {tensor.dtype!r} is no printable text")
+            if not (tensor.name + tensor.dtype + tensor.tag).isprintable():
+                raise self.refuse(
+                    f"{where}: name, type {tensor.dtype!r} or tag {tensor.tag!r} is no printable text"
+                )
             if tensor.offset % TENSOR_ALIGNMENT:
                 raise self.refuse(f"{where}: offset {tensor.offset} is no multiple of {TENSOR_ALIGNMENT}")
             self._check_size(where, tensor, by_name)
@@ -288,13 +288,13 @@ class _Reader(VaultFile):
     def _check_size(self, where: str, tensor: TensorRecord, by_name: dict[str, TensorRecord]) -> None:
         """The tensor's size is what its type and shape make it, where the type is known."""
         elements = prod(tensor.shape)
-        if item := ITEM_BYTES.get(tensor.dtype):
-            if elements * item != tensor.nbytes:
+        if width := BITS.get(tensor.dtype):
+            if elements * width != tensor.nbytes * 8:
                 raise self.refuse(
                     f"{where}: {tensor.nbytes} bytes, but {elements} elements of {tensor.dtype} are"
-                    f" {elements * item}"
+                    f" {elements * width} bits"
                 )
-        elif bits := _BITS.get(tensor.dtype):
+        elif bits := _CODE_BITS.get(tensor.dtype):
             self._check_quantised(where, tensor, bits, by_name.get(tensor.name + ".scales"))
 
     def _check_quantised(

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from smoe_mp.errors import VaultError
 from smoe_mp.sources.base import SourceFile
+from smoe_mp.sources.files import LFS_POINTER
 
 MAGIC = bytes.fromhex("534d4f45deea0001")
 ALIGNMENT = 16384
@@ -97,26 +98,6 @@ class SmoeHeader:
     arch_offset: int
 
 
-def open_readable(path: Path) -> int:
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except ValueError as error:  # a NUL in the name
-        raise VaultError(f"{str(path)!r}: not a file name: {error}") from error
-    except FileNotFoundError as error:
-        if path.is_symlink():
-            target = os.readlink(path)
-            raise VaultError(f"{path}: a symbolic link to {target}, where there is no file") from error
-        raise VaultError(f"{path}: open: no such file") from error
-    except PermissionError as error:
-        raise VaultError(
-            f"{path}: open: permission denied for uid {os.geteuid()}; it must be readable by the user who"
-            " starts the system"
-        ) from error
-    except OSError as error:
-        raise VaultError(f"{path}: open: {error.strerror} (errno {error.errno})") from error
-
-
 class VaultFile:
     """One opening of one file; each step relies on what the steps before it have checked."""
 
@@ -150,7 +131,7 @@ class VaultFile:
         if self.size == 0:
             raise self.refuse("the file is empty (0 bytes)")
         start = self.read_exactly(0, min(self.size, 64), "the header")
-        if start.startswith(b"version https://git-lfs"):
+        if start.startswith(LFS_POINTER):
             raise self.refuse(
                 f"a Git LFS pointer of {self.size} bytes, not the vault itself; fetch it with `git lfs pull`"
             )

@@ -149,13 +149,13 @@ static uint64_t plan_reads(struct testring *t, uint32_t x, uint64_t *seed) {
 
 static void plan_layouts(struct testring *t) {
     uint32_t n = 0;
-    memcpy(t->strings, "raw\0U8\0", 7);
-    t->geometry.strings_bytes = 7;
+    memcpy(t->strings, "raw\0U8\0tag", 11);
+    t->geometry.strings_bytes = 11;
     for (uint32_t i = 0; i < 3; i++) {
         t->layouts[i] = (struct smoe_layout_rec){n, i + 1};
         for (uint32_t k = 0; k <= i; k++)
             t->tensors[n++] = (struct smoe_tensor_rec){
-                .name = 0, .dtype = 4, .part = k, .ndim = 1, .offset = k, .bytes = 16, .shape = {16}};
+                .name = 0, .dtype = 4, .tag = 7, .part = k, .ndim = 1, .offset = k, .bytes = 16, .shape = {16}};
     }
     t->geometry.n_layouts = 3;
     t->geometry.n_tensors = n;

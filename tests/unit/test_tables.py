@@ -197,6 +197,6 @@ def test_tables_of_a_source(source) -> None:  # type: ignore[no-untyped-def]
         parts = t.parts[record["first_part"] : record["first_part"] + record["n_parts"]]
         assert parts["bytes"].tolist() == [e.length for e in x.extents]
         assert parts["file_offset"].tolist() == [e.offset for e in x.extents]
-    strings = t.strings.split(b"\0")
+    strings = t.strings.removesuffix(b"\0").split(b"\0")
     assert len(strings) == len(set(strings))
     assert t.strings[t.files["path"][1] :].split(b"\0")[0].decode() == str(source.files[1].path)
