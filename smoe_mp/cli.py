@@ -26,7 +26,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from smoe_mp import inspect as inspecting
-from smoe_mp import segments
+from smoe_mp import segments, vault_cli
 from smoe_mp.bench.cli import app as bench_app
 from smoe_mp.config import OPTIONS, load
 from smoe_mp.control.client import ControlClient, no_ring
@@ -305,6 +305,8 @@ def inspect(
         inspecting.render(source, experts, Console())
 
 
+app.command("pack", help=vault_cli.PACK_HELP)(vault_cli.pack)
+app.command("verify", help=vault_cli.VERIFY_HELP)(vault_cli.verify)
 app.add_typer(bench_app, name="bench")
 
 

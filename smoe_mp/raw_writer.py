@@ -57,8 +57,8 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[TensorRecord, ...]:
 class RawWriter:
     """Writes the vault `path` with the experts of `source`, replacing what is there when all is written.
 
-    `scout`: the name of the file with the model's other tensors, "" where they stay where they are.  A
-    context manager, as `VaultWriter`.  VaultError as there.
+    `scout`: the name of the file with the model's other tensors, "" where they stay where they are.  Nothing
+    is touched before `begin()`.  A context manager, as `VaultWriter`.  VaultError as there.
     """
 
     def __init__(self, path: Path, source: Source, scout: str = "") -> None:
@@ -69,7 +69,11 @@ class RawWriter:
         self.records = [lay_out(tensors) for tensors in source.layouts]
         self._lay_out(scout)
         self._written = [False] * len(source.experts)
-        self._file = PartialFile(path, self.file_size, "vault")
+        self._file: PartialFile | None = None
+
+    def begin(self) -> None:
+        """Open the file that is written, after a look at the free space."""
+        self._file = PartialFile(self.path, self.file_size, "vault")
 
     def _lay_out(self, scout: str) -> None:
         different = list(dict.fromkeys(self.records))
@@ -101,7 +105,7 @@ class RawWriter:
 
     def write_blob(self, index: int, blob: bytearray) -> None:
         """Write entry `index` as a whole: its `padded_size` bytes.  Any order, any thread."""
-        if self._file.closed:
+        if self._file is None or self._file.closed:
             raise VaultError(f"{self.path}: this writer is closed")
         if len(blob) != self.table["padded_size"][index]:
             raise VaultError(
@@ -116,7 +120,7 @@ class RawWriter:
 
         VaultError where experts are missing; then, and at any other error, what was written is removed.
         """
-        if self._file.closed:
+        if self._file is None or self._file.closed:
             return
         try:
             if not all(self._written):
@@ -161,7 +165,8 @@ class RawWriter:
 
     def abort(self) -> None:
         """Remove what was written; the file that was in the vault's place stays."""
-        self._file.abort()
+        if self._file is not None:
+            self._file.abort()
 
     def __enter__(self) -> Self:
         return self

@@ -68,6 +68,7 @@ class VaultWriter:
     `shapes`: (rows, cols) of "gate", "up" and "down", alike for all experts.  `d_model`, `vocab_size` and
     `ffn_dim` go into the header as they are; `arch`, if any, makes it version 2.  `checksum`: a function of
     the padded blob's bytes giving its CRC-32C, for the entries' reserved field; without it the field is 0.
+    `begin` false: only the sizes are worked out, and nothing is touched before `begin()`.
 
     A context manager: leaving it in order closes the writer, leaving it by an exception removes what was
     written.  VaultError where the experts or shapes cannot be, where the space is not there, where another
@@ -86,6 +87,7 @@ class VaultWriter:
         ffn_dim: int,
         arch: ArchBlock | None = None,
         checksum: Callable[[memoryview], int] | None = None,
+        begin: bool = True,
     ) -> None:
         self.path = path
         self.bits = bits
@@ -99,7 +101,13 @@ class VaultWriter:
         self.raw_size = sum(sum(sizes) for sizes in self._sizes.values())
         self.padded_size = _up_to(self.raw_size, ALIGNMENT)
         self._lay_out(d_model, vocab_size, ffn_dim, arch)
-        self._file = PartialFile(path, self.file_size, "vault")
+        self._file: PartialFile | None = None
+        if begin:
+            self.begin()
+
+    def begin(self) -> None:
+        """Open the file that is written, after a look at the free space."""
+        self._file = PartialFile(self.path, self.file_size, "vault")
 
     @property
     def file_size(self) -> int:
@@ -127,7 +135,7 @@ class VaultWriter:
     def add_packed(self, layer: int, expert: int, gate: Packed, up: Packed, down: Packed) -> None:
         """Write the next expert from (codes, scales) of each tensor, as `quant` makes them."""
         index = self._next
-        self._check_open()
+        self._open_file()
         if index == len(self._experts):
             raise VaultError(f"{self.path}: all {index} experts are written; ({layer}, {expert}) is too many")
         if (layer, expert) != self._experts[index]:
@@ -159,22 +167,23 @@ class VaultWriter:
     def write_blob(self, index: int, blob: bytearray) -> None:
         """Write entry `index` as a whole: `padded_size` bytes, what the tensors leave of it zeros.  Any
         order, any thread; an entry is written by one thread."""
-        self._check_open()
+        file = self._open_file()
         if len(blob) != self.padded_size:
             raise VaultError(f"{self.path}: entry {index}: {len(blob)} bytes, must be {self.padded_size}")
-        self._file.write(blob, self._data_offset + index * self.padded_size)
+        file.write(blob, self._data_offset + index * self.padded_size)
         self._crcs[index] = self._checksum(memoryview(blob)) if self._checksum else 0
 
-    def _check_open(self) -> None:
-        if self._file.closed:
+    def _open_file(self) -> PartialFile:
+        if self._file is None or self._file.closed:
             raise VaultError(f"{self.path}: this writer is closed")
+        return self._file
 
     def close(self) -> None:
         """Finish the vault and put it in its place; nothing on a writer that is closed.
 
         VaultError where experts are missing; then, and at any other error, what was written is removed.
         """
-        if self._file.closed:
+        if self._file is None or self._file.closed:
             return
         try:
             if None in self._crcs:
@@ -193,7 +202,8 @@ class VaultWriter:
 
     def abort(self) -> None:
         """Remove what was written; the file that was in the vault's place stays."""
-        self._file.abort()
+        if self._file is not None:
+            self._file.abort()
 
     def __enter__(self) -> Self:
         return self
