@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle`."""
+"""`smoe-mp bench io|hit|miss|idle|open`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from smoe_mp.bench import Progress, Report, hit, idle, io, miss
+from smoe_mp.bench import open as opening
 from smoe_mp.errors import ConfigError
 
 app = typer.Typer(
@@ -79,6 +80,20 @@ def bench_idle(
 ) -> None:
     with _bar() as progress:
         report = idle.run(progress, quick=quick, workers=workers)
+    _show(report, as_json)
+
+
+@app.command("open", help="Opening the index of a large model.\n\nExample: smoe-mp bench open --formats smoe")
+def bench_open(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    formats: Annotated[
+        str, typer.Option("--formats", metavar="NAME,NAME", help=f"Of {', '.join(opening.BUILDERS)}.")
+    ] = "",
+) -> None:
+    names = tuple(filter(None, (name.strip() for name in formats.split(","))))
+    with _bar() as progress:
+        report = opening.run(progress, quick=quick, formats=names)
     _show(report, as_json)
 
 

@@ -1,478 +1,677 @@
-"""safetensors checkpoints, as Hugging Face folders have them: read in place, checked in full.
+"""Experts of safetensors checkpoints, streamed from the very files that people have.
 
-    0        n, u64
-    8        header: n bytes of JSON, name -> dtype, shape, data_offsets [begin, end)
-    8 + n    the tensors' bytes, without a gap, in any order
+    checkpoint   which files, and every tensor's place
+    families     how models name their experts, and in what order the numbers stand
+    here         from the two: experts, each with everything that carries its index
 
-Facts first.  The header is somebody's JSON of up to 100 MB, of 140 000 entries in a large model; a shard may
-be cut short by a download that broke off; a folder may hold copies, other people's files and pointers of Git
-LFS.  Hence: every entry is held against the file's size and its own shape before it is believed, more
-strictly than the format's library does (no gap, no overlap, nothing behind the last tensor); sizes come from
-the offsets, so that an element type which this program does not know stops nobody who only moves its bytes;
-and all files of a checkpoint are looked at before short ones are refused, since a broken download breaks
-several.
+What decides is the names of the tensors that are there, held against config.json: each layer that should
+have routed experts must have them all, each with all its matrices, and every matrix of a block-scaled type
+with its scales.  Less is refused by the first name that is missing, since a model with a few experts too few
+computes fluent nonsense.  Shared experts and the layers that only draft tokens stay out.
 
-Which files.  The index file decides, where there is one; else the `.safetensors` files of the folder itself,
-never of a folder below or above it.  A tensor that two files have is refused, also where the index names one
-of them: nobody can say which is right.
+The work is done by columns.  Every tensor of an expert has a *role*: the projection and the suffix behind it,
+or, for what no family knows, its own name.  A table of experts x roles says in which file and where each
+lies; experts with equal rows of sizes, types and shapes share a layout.
 
-A header is decoded once, into columns: what stays of an entry is its name and a row of numbers.
-
-The format: https://github.com/huggingface/safetensors (README, "Format").
+An expert's parts stand in the order gate, up, down, then what goes with them.  Gate and up that follow each
+other in the file are one part, so that one view can show both; nothing else is joined, since a part that must
+be moved in its slot should be small.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from smoe_mp.errors import VaultError
-from smoe_mp.sources.base import Source, SourceFile
-from smoe_mp.sources.dtypes import BITS
-from smoe_mp.sources.files import InputFile, open_input
+from smoe_mp.sources import families
+from smoe_mp.sources.base import ExpertTable, ModelFacts, PlainSource, Source, Tensor
+from smoe_mp.sources.checkpoint import (
+    CONFIG_NAME,
+    Checkpoint,
+    SafetensorsFile,
+    StoredTensor,
+    open_folder,
+    read_header,
+)
+from smoe_mp.sources.checks import MAX_EXPERTS, MAX_GRID_CELLS, check_experts
+from smoe_mp.sources.families import Key, MoeLayers, Projection
 
 __all__ = ["Checkpoint", "SafetensorsFile", "StoredTensor", "open_folder", "open_safetensors", "read_header"]
 
-#: The format's own limit, and ours for an index file.
-MAX_JSON_BYTES = 100_000_000
-MAX_CONFIG_BYTES = 16 << 20
-#: More dimensions than any tensor has; it bounds the product.
-MAX_DIMENSIONS = 32
-INDEX_NAME = "model.safetensors.index.json"
-INDEX_SUFFIX = ".safetensors.index.json"
-CONFIG_NAME = "config.json"
-#: How many faults one refusal lists.
-LISTED = 12
-
-_SHARD = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors")
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class _Entry(msgspec.Struct, frozen=True, gc=False):
-    dtype: str
-    shape: tuple[_Natural, ...]
-    data_offsets: tuple[_Natural, _Natural]
-
-
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as it stands in a file: `nbytes` at `offset` from the start of the file; `dtype` and `shape`
-    (row-major) as the header has them."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-class SafetensorsFile(Mapping[str, StoredTensor]):
-    """A file with a checked header: its tensors by name, in the order of their bytes.
-
-    `source`: the file's identity, with the digest over all bytes before the tensors.  `names`, `offsets`,
-    `sizes` (bytes; offsets from the start of the file) and `kinds` are columns of one row a tensor; `kinds`
-    indexes `kind_table`, the different (dtype, shape) pairs.
-    """
-
-    __slots__ = ("_row", "kind_table", "kinds", "names", "offsets", "sizes", "source")
-
-    def __init__(
-        self,
-        source: SourceFile,
-        *,
-        names: list[str],
-        offsets: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-        kinds: npt.NDArray[np.int32],
-        kind_table: list[tuple[str, tuple[int, ...]]],
-    ) -> None:
-        self.source = source
-        self.names = names
-        self.offsets = offsets
-        self.sizes = sizes
-        self.kinds = kinds
-        self.kind_table = kind_table
-        self._row: dict[str, int] | None = None
-
-    @property
-    def path(self) -> Path:
-        return self.source.path
-
-    def tensor(self, row: int) -> StoredTensor:
-        """The tensor of one row of the columns."""
-        dtype, shape = self.kind_table[self.kinds[row]]
-        return StoredTensor(self.names[row], dtype, shape, int(self.offsets[row]), int(self.sizes[row]))
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        if self._row is None:
-            self._row = {name: row for row, name in enumerate(self.names)}
-        return self.tensor(self._row[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-class Checkpoint(Mapping[str, tuple[SafetensorsFile, StoredTensor]]):
-    """All tensors of a model by name, each with the file that has it.
-
-    `path`: the folder, or the one file that was named.  `config`: config.json as plain data, {} where there
-    is none.  `files`: in the order of their names.
-    """
-
-    def __init__(
-        self, path: Path, config: dict[str, Any], files: Sequence[SafetensorsFile], rows: dict[str, int]
-    ) -> None:
-        self.path = path
-        self.config = config
-        self.files = tuple(files)
-        self._rows = rows
-        self._starts = np.cumsum([0, *map(len, self.files)])
-
-    def place(self, name: str) -> tuple[int, int]:
-        """The number of the file in `files` that has the tensor, and its row there."""
-        row = self._rows[name]
-        file = int(np.searchsorted(self._starts, row, "right")) - 1
-        return file, row - int(self._starts[file])
-
-    def __getitem__(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
-        file, row = self.place(name)
-        return self.files[file], self.files[file].tensor(row)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-# --- one file ----------------------------------------------------------------------------------------------
-
-
-def read_header(path: Path) -> SafetensorsFile:
-    """The checked header of the safetensors file at `path`.  Nothing stays open.
-
-    Raises VaultError with the file, the tensor and the figures where it does not add up.
-    """
-    with open_input(path, "a safetensors file") as file:
-        return _Header(file).read()
-
-
-class _Header:
-    """One reading of one header; each step relies on what the steps before it have checked."""
-
-    def __init__(self, file: InputFile) -> None:
-        self.file = file
-
-    def read(self) -> SafetensorsFile:
-        file = self.file
-        head = file.read(0, 8, "the header's length")
-        length = int.from_bytes(head, "little")
-        if length > MAX_JSON_BYTES:
-            raise file.refuse(
-                f"the header's length is {length} bytes, at most {MAX_JSON_BYTES} are accepted; this is no"
-                " safetensors file, or it is damaged"
-            )
-        raw = file.read(8, length, "the header")
-        if not raw.startswith(b"{"):
-            raise file.refuse(f"the header is no JSON object: it begins with {bytes(raw[:8])!r}")
-        entries, texts = self._decode(raw)
-        self._check_twice(raw, entries, texts)
-        digest = hashlib.blake2b(head, digest_size=16)
-        digest.update(raw)
-        return self._columns(entries, 8 + length, digest.digest())
-
-    def _decode(self, raw: bytearray) -> tuple[dict[str, _Entry], list[str]]:
-        """The tensors by name, and all keys and values of the file's own metadata."""
-        try:
-            fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-            own = fields.pop("__metadata__", None)
-            metadata = msgspec.json.decode(own, type=dict[str, str]) if own is not None else {}
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self.file.refuse(f"the header is no safetensors header: {error}") from error
-        decode = msgspec.json.Decoder(_Entry).decode
-        entries: dict[str, _Entry] = {}
-        for name, field in fields.items():
-            try:
-                entries[name] = decode(field)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise self.file.refuse(f"tensor {name!r}: {error}") from error
-        return entries, [*metadata, *metadata.values()]
-
-    def _check_twice(self, raw: bytearray, entries: dict[str, _Entry], texts: list[str]) -> None:
-        """No name stands twice.  A decoded object no longer shows that; but each entry has "data_offsets"
-        once, and inside a longer string a quotation mark is written differently."""
-        word = "data_offsets"
-        found = raw.count(b'"data_offsets"')
-        wanted = len(entries) + (word in entries) + texts.count(word)
-        if found != wanted:
-            raise self.file.refuse(
-                f'the header has "{word}" {found} times for {len(entries)} tensors: a name or a key stands'
-                " there twice, or is written with escapes"
-            )
-
-    def _columns(self, entries: dict[str, _Entry], start: int, digest: bytes) -> SafetensorsFile:
-        """The entries as columns, ordered by place, with every size checked."""
-        file = self.file
-        kinds: dict[tuple[str, tuple[int, ...]], tuple[int, int | None]] = {}
-        kind_of: list[int] = []
-        for name, entry in entries.items():
-            key = entry.dtype, entry.shape
-            known = kinds.get(key)
-            if known is None:
-                known = kinds[key] = len(kinds), self._bytes_of(name, entry)
-            begin, end = entry.data_offsets
-            if begin > end:
-                raise file.refuse(f"tensor {name!r}: data_offsets [{begin}, {end}] end before they begin")
-            if known[1] is not None and known[1] != end - begin:
-                raise file.refuse(
-                    f"tensor {name!r}: {end - begin} bytes by its data_offsets [{begin}, {end}], but"
-                    f" {entry.dtype} of shape {list(entry.shape)} has {known[1]}"
-                )
-            kind_of.append(known[0])
-        spans = [entry.data_offsets for entry in entries.values()]
-        order = sorted(range(len(spans)), key=spans.__getitem__)
-        names = list(entries)
-        self._check_places([names[i] for i in order], [spans[i] for i in order], start)
-        table = np.array([spans[i] for i in order], np.int64).reshape(-1, 2)
-        return SafetensorsFile(
-            file.identity(digest),
-            names=[names[i] for i in order],
-            offsets=table[:, 0] + start,
-            sizes=table[:, 1] - table[:, 0],
-            kinds=np.array(kind_of, np.int32)[np.array(order, np.intp)],
-            kind_table=list(kinds),
-        )
-
-    def _bytes_of(self, name: str, entry: _Entry) -> int | None:
-        """Bytes by type and shape; None where the type is not known."""
-        if len(entry.shape) > MAX_DIMENSIONS:
-            raise self.file.refuse(
-                f"tensor {name!r}: {len(entry.shape)} dimensions, at most {MAX_DIMENSIONS} are accepted"
-            )
-        bits = BITS.get(entry.dtype)
-        if bits is None:
-            return None
-        whole = math.prod(entry.shape) * bits  # of Python's integers: nothing wraps
-        if whole % 8:
-            raise self.file.refuse(
-                f"tensor {name!r}: {entry.dtype} of shape {list(entry.shape)} has {whole} bits, no whole"
-                " number of bytes"
-            )
-        return whole // 8
-
-    def _check_places(self, names: list[str], spans: list[tuple[int, int]], start: int) -> None:
-        """Sorted spans cover the data from its first to its last byte, once."""
-        file, at, before = self.file, 0, ""
-        for name, (begin, end) in zip(names, spans, strict=True):
-            if begin < at:
-                raise file.refuse(
-                    f"tensors {before!r} and {name!r} overlap: the first ends at {at} of the data, the second"
-                    f" begins at {begin}"
-                )
-            if begin > at:
-                raise file.refuse(
-                    f"tensor {name!r} begins at {begin} of the data, but what is before it ends at {at}: a"
-                    f" hole of {begin - at} bytes"
-                )
-            at, before = end, name
-        have = file.size - start
-        if at > have:
-            raise ShortFile(
-                f"{file.path}: tensor {before!r} ends at {start + at}, the file at {file.size}:"
-                f" {at - have} bytes are missing"
-            )
-        if at < have:
-            raise file.refuse(f"{have - at} bytes behind the last tensor, which ends at {start + at}")
-
-
-class ShortFile(VaultError):
-    """A file that ends before its header says; the other files of its checkpoint are worth a look too."""
-
-
-# --- a folder ----------------------------------------------------------------------------------------------
-
-
-def open_folder(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: a folder, its config.json, its index file or one `.safetensors` file.
-
-    One file is a checkpoint of its own, unless its name says that it is a part of several.  All headers are
-    read and checked; nothing stays open.  Raises VaultError with files, tensors and figures.
-    """
-    folder, index, files = _find_files(path)
-    if index is not None:
-        weight_map = _read_index(index)
-        files = _indexed_files(index, weight_map)
-    _check_parts(folder, files)
-    headers = _read_headers(files)
-    rows = _unite(headers)
-    if index is not None:
-        _check_index(index, weight_map, rows, headers)
-    one = len(files) == 1 and path.suffix == ".safetensors"
-    return Checkpoint(path if one else folder, _read_config(folder / CONFIG_NAME), headers, rows)
-
-
-def _find_files(path: Path) -> tuple[Path, Path | None, list[Path]]:
-    """The folder, its index file if it has one, else the files to take."""
-    try:
-        if path.is_dir():
-            folder = path
-        elif path.name.endswith(INDEX_SUFFIX):
-            return path.parent, path, []
-        elif path.suffix == ".safetensors" and not _SHARD.fullmatch(path.name):
-            return path.parent, None, [path]
-        else:
-            folder = path.parent
-        names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-    except OSError as error:
-        raise VaultError(f"{path}: {error.strerror} (errno {error.errno})") from error
-    except ValueError as error:  # a NUL in the name
-        raise VaultError(f"{str(path)!r}: not a file name: {error}") from error
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if INDEX_NAME in indexes:
-        indexes = [INDEX_NAME]
-    if len(indexes) > 1:
-        raise VaultError(f"{folder}: several index files, {', '.join(indexes)}: name the one that is meant")
-    if indexes:
-        return folder, folder / indexes[0], []
-    files = [folder / name for name in names if name.endswith(".safetensors")]
-    if not files:
-        raise VaultError(f"{folder}: no .safetensors file in this folder (folders below it are not searched)")
-    return folder, None, files
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    raw = _read_whole(path, "an index file", MAX_JSON_BYTES)
-    try:
-        weight_map = msgspec.json.decode(raw, type=_Index).weight_map
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise VaultError(f"{path}: no index of safetensors files: {error}") from error
-    if not weight_map:
-        raise VaultError(f"{path}: the index names no tensor")
-    return weight_map
-
-
-def _indexed_files(index: Path, weight_map: dict[str, str]) -> list[Path]:
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if not name or "/" in name or "\0" in name or name in (".", ".."):
-            raise VaultError(f"{index}: {name!r} is no name of a file beside the index")
-    files = [index.parent / name for name in names]
-    missing = [file.name for file in files if not file.exists() and not file.is_symlink()]
-    if missing:
-        raise VaultError(
-            f"{index.parent}: {_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing:"
-            f" {index.name} names {len(files)} files, {len(files) - len(missing)} are there"
-        )
-    return files
-
-
-def _check_parts(folder: Path, files: list[Path]) -> None:
-    """Where names say that they are parts of several, all parts are there."""
-    found: dict[tuple[str, int], set[int]] = {}
-    for file in files:
-        if match := _SHARD.fullmatch(file.name):
-            found.setdefault((match["stem"], int(match["parts"])), set()).add(int(match["part"]))
-    for (stem, parts), numbers in found.items():
-        if len(numbers) < parts:
-            missing = [n for n in range(1, parts + 1) if n not in numbers]
-            names = [f"{stem}-{n:05}-of-{parts:05}.safetensors" for n in missing]
-            raise VaultError(
-                f"{folder}: {_listed(names)} {'is' if len(names) == 1 else 'are'} missing: by their names"
-                f" there are {parts} files, {len(numbers)} are there"
-            )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
-def _read_headers(files: list[Path]) -> list[SafetensorsFile]:
-    headers, short = [], []
-    for file in files:
-        try:
-            headers.append(read_header(file))
-        except ShortFile as error:
-            short.append(str(error))
-    if short:
-        more = f"; and {len(short) - LISTED} more files" if len(short) > LISTED else ""
-        raise VaultError("; ".join(short[:LISTED]) + more + "; fetch what is short again")
-    return headers
-
-
-def _unite(headers: list[SafetensorsFile]) -> dict[str, int]:
-    """Name to row, counted through all files."""
-    rows: dict[str, int] = {}
-    for header in headers:
-        first = len(rows)
-        rows.update(zip(header.names, range(first, first + len(header)), strict=True))
-        if len(rows) != first + len(header):
-            _refuse_twice(headers)
-    return rows
-
-
-def _refuse_twice(headers: list[SafetensorsFile]) -> None:
-    seen: dict[str, Path] = {}
-    for header in headers:
-        for name in header:
-            if name in seen:
-                raise VaultError(
-                    f"{header.path}: tensor {name!r} is also in {seen[name].name}: remove the copy, or put"
-                    " files of other models elsewhere"
-                )
-            seen[name] = header.path
-
-
-def _check_index(
-    index: Path, weight_map: dict[str, str], rows: dict[str, int], headers: list[SafetensorsFile]
-) -> None:
-    """Every tensor of the index is in the file that the index names."""
-    ends = np.cumsum([len(header) for header in headers]).tolist()
-    span_of = {header.path.name: (end - len(header), end) for header, end in zip(headers, ends, strict=True)}
-    for name, file in weight_map.items():
-        begin, end = span_of[file]
-        if not begin <= rows.get(name, -1) < end:
-            raise VaultError(f"{index}: tensor {name!r} should be in {file}, which does not have it")
-
-
-def _read_whole(path: Path, kind: str, limit: int) -> bytearray:
-    with open_input(path, kind) as file:
-        if file.size > limit:
-            raise file.refuse(f"{file.size} bytes, at most {limit} are accepted of {kind}")
-        return file.read(0, file.size, kind)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """config.json as plain data; {} where there is none.  NaN and Infinity, which some have, are read."""
-    if not path.exists() and not path.is_symlink():
-        return {}
-    raw = _read_whole(path, "a config.json", MAX_CONFIG_BYTES)
-    try:
-        config = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise VaultError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise VaultError(f"{path}: a JSON {type(config).__name__}, not an object")
-    return config
+#: The order in which an expert's tensors stand; what has no place here follows, by name.
+ORDER = ("gate", "up", "gate_up", "down")
+#: The table of experts x roles is at least this part full: 1 in 16.
+SPARSEST = 16
+
+Column = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 def open_safetensors(path: Path) -> Source:
-    """The experts of the checkpoint at `path` (see `open_folder`)."""
-    raise NotImplementedError
+    """The routed experts of the checkpoint at `path`: a folder, its config.json, its index file or one file.
+
+    Raises VaultError with the file, the tensor and the figures where something is missing or does not add up.
+    """
+    checkpoint = open_folder(path)
+    wanted = _Wanted(checkpoint.path, checkpoint.config)
+    found = _Found(checkpoint, wanted)
+    table = _Table(found, wanted)
+    _Completeness(table, found, wanted).check()
+    experts, layouts = _lay_out(table, found, wanted)
+    files = tuple(file.source for file in checkpoint.files)
+    check_experts(checkpoint.path, experts, files, layouts)
+    facts = _model_facts(wanted, found)
+    return PlainSource("safetensors", checkpoint.path, files, experts, layouts, facts)
+
+
+# --- what config.json says ---------------------------------------------------------------------------------
+
+
+class _Wanted:
+    """What config.json says of the experts: family, layers that have some, and how many each."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path = path
+        if not config:
+            raise self.refuse(
+                f"no {CONFIG_NAME} beside it, without which neither the number of experts nor the order of"
+                " their numbers is known; put it there, or write a manifest (docs/formats.md)"
+            )
+        self.config = self._text_config(config)
+        quantization = config.get("quantization_config", self.config.get("quantization_config"))
+        self.quantization: dict[str, Any] = quantization if isinstance(quantization, dict) else {}
+        model_type = self.config.get("model_type", config.get("model_type", ""))
+        self.model_type = model_type if isinstance(model_type, str) and model_type.isprintable() else ""
+        known = (f for f in families.FAMILIES if self.model_type in f.model_types)
+        self.family = next(known, families.UNKNOWN)
+        self.n_layers = self._number(families.LAYERS_KEYS)
+        self.n_experts = self._number(self.family.experts)
+        self._check()
+        self.layers = [n for n in range(self.n_layers) if self._has_experts(n, self.family.layers)]
+
+    def refuse(self, what: str) -> VaultError:
+        return VaultError(f"{self.path}: {what}")
+
+    def _text_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The part of config.json that has the number of experts; the whole where none has it."""
+        for _ in range(3):  # a model of speech and pictures has its text model two levels down
+            if any(key in config for key in families.UNKNOWN.experts):
+                break
+            inner = (config.get(key) for key in families.TEXT_CONFIG_KEYS)
+            config = next((part for part in inner if isinstance(part, dict)), config)
+        return config
+
+    def _number(self, keys: Iterable[str]) -> int:
+        """The whole number of the first of `keys` that has one above 0, else 0."""
+        values = (self.config.get(key) for key in keys)
+        return next((v for v in values if type(v) is int and 0 < v < 2**31), 0)
+
+    def facts(self) -> dict[str, int]:
+        """Sizes of the model, as `ModelFacts` names them."""
+        return {
+            "num_layers": self.n_layers,
+            "d_model": self._number(families.HIDDEN_KEYS),
+            "ffn_dim": self._number(families.WIDTH_KEYS),
+            "vocab_size": self._number(families.VOCAB_KEYS),
+            "top_k": self._number(families.TOP_K_KEYS),
+        }
+
+    def _check(self) -> None:
+        if not self.n_experts:
+            raise self.refuse(
+                f"{CONFIG_NAME} (model_type {self.model_type!r}) has no number of routed experts: none of"
+                f" {', '.join(self.family.experts)} is a whole number above 0"
+            )
+        if not self.n_layers:
+            kinds = (self.config.get(key) for key, _ in self.family.layers.kinds)
+            self.n_layers = next((len(k) for k in kinds if isinstance(k, list | str)), 0)
+        if not self.n_layers:
+            raise self.refuse(f"{CONFIG_NAME}: {families.LAYERS_KEYS[0]} is no whole number above 0")
+        cells = self.n_layers * self.n_experts
+        if cells > min(MAX_EXPERTS, MAX_GRID_CELLS):
+            raise self.refuse(
+                f"{CONFIG_NAME}: {self.n_layers} layers of {self.n_experts} experts; at most {MAX_EXPERTS}"
+                " experts can be served"
+            )
+
+    def _has_experts(self, layer: int, rule: MoeLayers) -> bool:
+        for key, kind in rule.kinds:
+            kinds = self.config.get(key)
+            if isinstance(kinds, list | str):
+                return layer < len(kinds) and kinds[layer] == kind
+        dense = self.config.get(rule.dense)
+        if isinstance(dense, list) and layer in dense:
+            return False
+        last = self._rule(rule.last, -1)
+        step = max(1, self._rule(rule.step, 1))
+        return (
+            self._rule(rule.first, 0) <= layer
+            and (last < 0 or layer <= last)
+            and (layer + rule.shift - self._rule(rule.remainder, 0)) % step == 0
+        )
+
+    def _rule(self, key: Key | None, neutral: int) -> int:
+        if key is None:
+            return neutral
+        value = self.config.get(key.name, key.default)
+        return value if type(value) is int else neutral
+
+
+# --- what the checkpoint has -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What a tensor is to its expert.  `projection` is None for what no family knows; then `suffix` is the
+    name that the checkpoint gives it.  `stored` is the end of its name there."""
+
+    projection: Projection | None
+    suffix: str
+    stored: str
+    stacked: bool
+
+    @property
+    def main(self) -> bool:
+        """Whether it is a projection's matrix itself."""
+        suffixes = families.DENSE_SUFFIXES | families.PACKED_SUFFIXES
+        return self.projection is not None and self.suffix in suffixes
+
+    @property
+    def packed(self) -> bool:
+        return self.suffix in families.PACKED_SUFFIXES
+
+    @property
+    def name(self) -> str:
+        """What a client calls it."""
+        if self.projection is None:
+            return self.suffix
+        dense = self.suffix in families.DENSE_SUFFIXES
+        return self.projection.name if dense else f"{self.projection.name}.{self.suffix}"
+
+    @property
+    def tag(self) -> str:
+        p = self.projection
+        if p is None:
+            return "unknown"
+        if "bias" in self.suffix:
+            return p.order
+        if self.suffix in ("blocks", "scales") and p.packed:
+            return ",".join(filter(None, (p.packed, p.order)))
+        if self.suffix not in families.ORDERED_SUFFIXES or p.orientation == "unknown":
+            return "unknown"
+        return ",".join(filter(None, (p.orientation, p.order)))
+
+    def place(self) -> tuple[bool, int, str]:
+        """By which roles are ordered."""
+        name = self.projection.name if self.projection else ""
+        return not self.main, ORDER.index(name) if name in ORDER else len(ORDER), self.name
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Growing rows: which tensor (file, row of its columns) is in which role of which layer and expert."""
+
+    layer: list[int]
+    expert: list[int]
+    role: list[int]
+    file: list[int]
+    row: list[int]
+
+    def add(self, layer: int, expert: int, role: int, file: int, row: int) -> None:
+        self.layer.append(layer)
+        self.expert.append(expert)
+        self.role.append(role)
+        self.file.append(file)
+        self.row.append(row)
+
+    def arrays(self) -> Iterator[Column]:
+        return (np.array(c, np.int64) for c in (self.layer, self.expert, self.role, self.file, self.row))
+
+
+class _Found:
+    """The checkpoint's tensors that belong to routed experts."""
+
+    def __init__(self, checkpoint: Checkpoint, wanted: _Wanted) -> None:
+        self.checkpoint = checkpoint
+        self.wanted = wanted
+        self.roles: list[_Role] = []
+        self.each = _Columns([], [], [], [], [])
+        self.stacks = _Columns([], [], [], [], [])
+        self.drafts = 0  # tensors of draft layers' experts
+        self.prefix: str | None = None
+        self.module = "mlp."
+        self._each_role: dict[str, int] = {}
+        self._stack_role: dict[str, int | None] = {}
+        for number, file in enumerate(checkpoint.files):
+            for row, name in enumerate(file.names):
+                self._look_at(name, number, row)
+
+    def stored_name(self, layer: int, expert: int, role: _Role) -> str:
+        """What the checkpoint calls a tensor, or would."""
+        prefix = self.prefix if self.prefix is not None else "model."
+        if role.stacked:
+            module = "" if role.stored.startswith("block_sparse_moe.") else self.module
+            return f"{prefix}layers.{layer}.{module}{role.stored}"
+        return f"{prefix}layers.{layer}.{self.module}experts.{expert}.{role.stored}"
+
+    def example(self, projections: Iterable[str]) -> _Role:
+        """How this checkpoint names the matrix of the first of some projections, or would."""
+        projection = min(projections, key=ORDER.index)
+        for role in self.roles:
+            if role.main and role.projection and role.projection.name == projection:
+                return role
+        family, stacked = self.wanted.family, any(role.stacked for role in self.roles)
+        if family.each and not stacked:
+            p = next(p for p in family.each if p.name == projection)
+            return _Role(p, "weight", p.stored + ".weight", False)
+        p = next(p for p in family.stacks if p.name == projection)
+        suffix = "" if p.stored.startswith("experts.") else ".weight"
+        return _Role(p, suffix[1:], p.stored + suffix, True)
+
+    def _look_at(self, name: str, file: int, row: int) -> None:
+        prefix, found, rest = name.partition("layers.")
+        if not found or (prefix and not prefix.endswith(".")):
+            return
+        digits, _, rest = rest.partition(".")
+        layer = _number(digits)
+        at = 0 if rest.startswith("experts.") else rest.find(".experts.") + 1
+        expert, each = None, ""
+        if at or rest.startswith("experts."):
+            digits, _, each = rest[at + len("experts.") :].partition(".")
+            expert = _number(digits)
+        role = self._stack(rest, at, file, row) if expert is None or not each else self._each(each)
+        if role is None or layer is None:
+            return
+        if layer >= self.wanted.n_layers or not families.DRAFT_WORDS.isdisjoint(prefix.split(".")):
+            self.drafts += 1
+            return
+        self._check_prefix(prefix, name)
+        if expert is None or not each:
+            self.stacks.add(layer, 0, role, file, row)
+        else:
+            self.module = rest[:at]
+            self.each.add(layer, expert, role, file, row)
+
+    def _check_prefix(self, prefix: str, name: str) -> None:
+        if self.prefix is None:
+            self.prefix = prefix
+        elif self.prefix != prefix:
+            raise self.wanted.refuse(
+                f"tensor {name!r}: experts under the prefix {prefix!r}, and others under {self.prefix!r};"
+                " which of the two models is meant, only a manifest can say (docs/formats.md)"
+            )
+
+    def _each(self, each: str) -> int:
+        """The role of what stands behind `experts.E.`."""
+        role = self._each_role.get(each)
+        if role is None:
+            stored, _, suffix = each.partition(".")
+            known = next((p for p in self.wanted.family.each if p.stored == stored), None)
+            made = _Role(known, suffix, each, False) if known else _Role(None, each, each, False)
+            role = self._each_role[each] = self._role(made)
+        return role
+
+    def _stack(self, rest: str, at: int, file: int, row: int) -> int | None:
+        """The role of a tensor that is no single expert's; None where it is no stack of experts."""
+        if rest not in self._stack_role:
+            made = self._stack_kind(rest) or self._unknown_stack(rest, at, file, row)
+            self._stack_role[rest] = None if made is None else self._role(made)
+            if made is not None and made.projection is not None and rest.endswith(made.stored):
+                self.module = rest[: len(rest) - len(made.stored)]
+        return self._stack_role[rest]
+
+    def _stack_kind(self, rest: str) -> _Role | None:
+        for p in (*self.wanted.family.stacks, *self.wanted.family.rows):
+            at = 0 if rest.startswith(p.stored) else rest.find("." + p.stored) + 1
+            if not at and not rest.startswith(p.stored):
+                continue
+            suffix = rest[at + len(p.stored) :]
+            if not suffix or suffix[0] in "._":
+                return _Role(p, suffix[1:], rest[at:], True)
+        return None
+
+    def _unknown_stack(self, rest: str, at: int, file: int, row: int) -> _Role | None:
+        """A tensor of the experts' module that no family names, but that has one row an expert."""
+        if not at and not rest.startswith("experts."):
+            return None
+        shape = self.checkpoint.files[file].tensor(row).shape
+        name = rest[at + len("experts.") :]
+        one_row_each = bool(shape) and shape[0] == self.wanted.n_experts
+        return _Role(None, name, rest[at:], True) if one_row_each else None
+
+    def _role(self, role: _Role) -> int:
+        self.roles.append(role)
+        return len(self.roles) - 1
+
+
+def _number(digits: str) -> int | None:
+    """The number that the digits of a name are."""
+    return int(digits) if len(digits) <= 9 and digits.isascii() and digits.isdigit() else None
+
+
+# --- experts x roles ---------------------------------------------------------------------------------------
+
+
+def _check_extent(found: _Found, wanted: _Wanted) -> None:
+    """Refuse numbers in config.json that the checkpoint does not bear out, before room is made for them."""
+    n, cells = wanted.n_experts, len(wanted.layers) * wanted.n_experts
+    stacked: set[int] = set()
+    filled = len(found.each.row)
+    for layer, file, row in zip(found.stacks.layer, found.stacks.file, found.stacks.row, strict=True):
+        tensor = found.checkpoint.files[file].tensor(row)
+        if not tensor.shape or tensor.shape[0] != n or tensor.nbytes < n or tensor.nbytes % n:
+            raise wanted.refuse(
+                f"tensor {tensor.name!r}: {tensor.nbytes} bytes of shape {list(tensor.shape)} are no stack of"
+                f" the {n} experts that {CONFIG_NAME} says"
+            )
+        stacked.add(layer)
+        filled += n
+    there = set(zip(found.each.layer, found.each.expert, strict=True))
+    for layer in wanted.layers:
+        if layer in stacked:
+            continue
+        first = next(expert for expert in range(n + 1) if (layer, expert) not in there)
+        if first < n:
+            role = found.example(wanted.family.needs[0])
+            raise wanted.refuse(
+                f"{found.stored_name(layer, first, role)!r} is missing, and all else of expert {first} of"
+                f" layer {layer}; {CONFIG_NAME} (model_type {wanted.model_type!r}) says {len(wanted.layers)}"
+                f" layers of {n} experts, and tensors of {len(there) + n * len(stacked)} experts are there"
+            )
+    if cells * len(found.roles) > SPARSEST * filled:
+        raise wanted.refuse(
+            f"the {cells} experts have {filled} tensors of {len(found.roles)} different names: too different"
+            " from each other for a model of one kind"
+        )
+
+
+class _Table:
+    """One row an expert, one column a role: where each tensor lies.  `kind` is -1 where there is none, else
+    an index into `kinds`, the (dtype, shape) pairs."""
+
+    def __init__(self, found: _Found, wanted: _Wanted) -> None:
+        self.found, self.wanted = found, wanted
+        _check_extent(found, wanted)
+        order = sorted(range(len(found.roles)), key=lambda i: found.roles[i].place())
+        self.roles = [found.roles[i] for i in order]
+        self._column = np.argsort(np.array(order, np.int64))
+        layers = np.array(wanted.layers, np.int64)
+        n = wanted.n_experts
+        self.layer = np.repeat(layers, n)
+        self.expert = np.tile(np.arange(n), len(layers))
+        self._first = np.full(wanted.n_layers, -1, np.int64)
+        self._first[layers] = np.arange(len(layers)) * n
+        self.kinds: list[tuple[str, tuple[int, ...]]] = []
+        self._kind_number: dict[tuple[str, tuple[int, ...]], int] = {}
+        shape = (len(self.layer), len(self.roles))
+        self.kind, self.file = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+        self.offset, self.size = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._fill_each()
+        self._fill_stacks()
+
+    def _kind(self, dtype: str, shape: tuple[int, ...]) -> int:
+        number = self._kind_number.setdefault((dtype, shape), len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append((dtype, shape))
+        return number
+
+    def _name(self, file: int, row: int) -> str:
+        return self.found.checkpoint.files[file].names[row]
+
+    def _fill_each(self) -> None:
+        layer, expert, role, file, row = self.found.each.arrays()
+        if not len(layer):
+            return
+        wrong = (self._first[layer] < 0) | (expert >= self.wanted.n_experts)
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            self._refuse_extra(int(layer[i]), self._name(int(file[i]), int(row[i])))
+        place = self._first[layer] + expert, self._column[role]
+        kind, offset, size = self._columns_of(file, row)
+        before = self.kind.copy()
+        self.kind[place] = kind
+        if (self.kind != before).sum() != len(layer):
+            self._refuse_twice(layer, expert, role, file, row)
+        self.file[place], self.offset[place], self.size[place] = file, offset, size
+
+    def _columns_of(self, file: Column, row: Column) -> tuple[Column, Column, Column]:
+        """Kind, offset and size of tensors of any files."""
+        kind, offset, size = np.zeros_like(row), np.zeros_like(row), np.zeros_like(row)
+        for number, stored in enumerate(self.found.checkpoint.files):
+            mine = file == number
+            if not mine.any():
+                continue
+            rows = row[mine]
+            used = np.unique(stored.kinds[rows])
+            numbers = np.zeros(len(stored.kind_table), np.int64)
+            numbers[used] = [self._kind(*stored.kind_table[k]) for k in used.tolist()]
+            kind[mine] = numbers[stored.kinds[rows]]
+            offset[mine], size[mine] = stored.offsets[rows], stored.sizes[rows]
+        return kind, offset, size
+
+    def _refuse_extra(self, layer: int, name: str) -> None:
+        w = self.wanted
+        of = f"no experts in layer {layer}" if self._first[layer] < 0 else f"{w.n_experts} experts a layer"
+        raise w.refuse(f"tensor {name!r} is there, but by {CONFIG_NAME} there are {of}")
+
+    def _refuse_twice(self, *columns: Column) -> None:
+        seen: dict[tuple[int, int, str], str] = {}
+        for layer, expert, role, file, row in zip(*(c.tolist() for c in columns), strict=True):
+            key, name = (layer, expert, self.found.roles[role].name), self._name(file, row)
+            if key in seen:
+                raise self.wanted.refuse(f"tensors {seen[key]!r} and {name!r} are the same part of an expert")
+            seen[key] = name
+
+    def _fill_stacks(self) -> None:
+        n = self.wanted.n_experts
+        for layer, _, role, file, row in zip(*(c.tolist() for c in self.found.stacks.arrays()), strict=True):
+            tensor = self.found.checkpoint.files[file].tensor(row)
+            first = int(self._first[layer])
+            if first < 0:
+                self._refuse_extra(layer, tensor.name)
+            rows, column, size = slice(first, first + n), int(self._column[role]), tensor.nbytes // n
+            if (self.kind[rows, column] >= 0).any():
+                raise self.wanted.refuse(f"tensor {tensor.name!r}: its experts have this part already")
+            self.kind[rows, column] = self._kind(tensor.dtype, tensor.shape[1:])
+            self.file[rows, column], self.size[rows, column] = file, size
+            self.offset[rows, column] = tensor.offset + np.arange(n) * size
+
+
+# --- is it all there ---------------------------------------------------------------------------------------
+
+
+class _Completeness:
+    """The checks that no expert lacks anything."""
+
+    def __init__(self, table: _Table, found: _Found, wanted: _Wanted) -> None:
+        self.table, self.found, self.wanted = table, found, wanted
+        self.has = table.kind >= 0
+
+    def check(self) -> None:
+        if not self.wanted.layers:
+            raise self.wanted.refuse(f"by {CONFIG_NAME} no layer of {self.wanted.n_layers} has experts")
+        self._check_names()
+        self._check_matrices()
+        self._check_scales()
+        self._check_companions()
+
+    def _refuse(self, row: int, role: _Role, missing: int, why: str) -> VaultError:
+        w, layer, expert = self.wanted, int(self.table.layer[row]), int(self.table.expert[row])
+        name = self.found.stored_name(layer, expert, role)
+        more = f" and {missing - 1} more like it" if missing > 1 else ""
+        return w.refuse(
+            f"expert {expert} of layer {layer}: {name!r} is missing{more}; {why} ({CONFIG_NAME}, model_type"
+            f" {w.model_type!r}: {len(w.layers)} layers of {w.n_experts} experts)"
+        )
+
+    def _check_names(self) -> None:
+        """No two roles have one name, as `gate_proj.weight` and `gate_proj` would, in one expert."""
+        names: dict[str, int] = {}
+        for column, role in enumerate(self.table.roles):
+            other = names.setdefault(role.name, column)
+            both = self.has[:, other] & self.has[:, column]
+            if other != column and both.any():
+                row = int(np.argmax(both))
+                layer, expert = int(self.table.layer[row]), int(self.table.expert[row])
+                one, two = (
+                    self.found.stored_name(layer, expert, self.table.roles[c]) for c in (other, column)
+                )
+                raise self.wanted.refuse(f"tensors {one!r} and {two!r} are the same part of an expert")
+
+    def _mains(self, projection: str) -> list[int]:
+        roles = self.table.roles
+        return [i for i, r in enumerate(roles) if r.main and r.projection and r.projection.name == projection]
+
+    def _has(self, projection: str) -> Mask:
+        return np.asarray(self.has[:, self._mains(projection)].any(axis=1))
+
+    def _check_matrices(self) -> None:
+        """Every expert has all matrices of one of the family's sets, the one that its layer has most of."""
+        n = self.wanted.n_experts
+        sets = self.wanted.family.needs
+        has = {name: self._has(name) for name in sorted(frozenset().union(*sets))}
+        for first in range(0, len(self.table.layer), n):
+            rows = slice(first, first + n)
+            needs = max(sets, key=lambda s: sum(int(has[name][rows].sum()) for name in s) / len(s))
+            for name in sorted(needs, key=ORDER.index):
+                missing = ~has[name][rows]
+                if missing.any():
+                    row = first + int(np.argmax(missing))
+                    example = self.found.example([name])
+                    raise self._refuse(row, example, int(missing.sum()), self._count(has, sets))
+
+    def _count(self, has: dict[str, Mask], sets: tuple[frozenset[str], ...]) -> str:
+        whole = np.any([np.all([has[name] for name in s], axis=0) for s in sets], axis=0)
+        return f"{int(whole.sum())} of {len(whole)} experts are whole"
+
+    def _check_scales(self) -> None:
+        """What is of a block-scaled type has its scales."""
+        dtype_scaled = np.array([dtype in families.SCALED_DTYPES for dtype, _ in self.table.kinds] + [False])
+        for column, role in enumerate(self.table.roles):
+            if not role.main:
+                continue
+            needs = self.has[:, column] & (role.packed | dtype_scaled[self.table.kind[:, column]])
+            scales = [
+                i for i, r in enumerate(self.table.roles)
+                if not r.main and r.projection is role.projection and "scale" in r.suffix
+            ]  # fmt: skip
+            missing = needs & ~self.has[:, scales].any(axis=1)
+            if missing.any():
+                row = int(np.argmax(missing))
+                dtype, _ = self.table.kinds[self.table.kind[row, column]]
+                scale = self.table.roles[scales[0]] if scales else self._scale_of(role)
+                raise self._refuse(
+                    row, scale, int(missing.sum()), f"{role.name!r} is {dtype}, which means nothing without"
+                )
+
+    def _scale_of(self, role: _Role) -> _Role:
+        """A scale's role where the checkpoint has none at all."""
+        end = "scales" if role.packed else "weight_scale_inv"
+        stem = role.stored.removesuffix(role.suffix)
+        return _Role(role.projection, end, stem + end if role.suffix else f"{stem}.{end}", role.stacked)
+
+    def _check_companions(self) -> None:
+        """What some experts of a layer have beside a matrix, all have whose matrix is of the same type."""
+        n = self.wanted.n_experts
+        layer = np.arange(len(self.table.layer)) // n
+        for column, role in enumerate(self.table.roles):
+            if role.main:
+                continue
+            group = layer
+            mains = self._mains(role.projection.name) if role.projection else []
+            for main in mains:
+                _, group = np.unique(
+                    np.stack([group, self.table.kind[:, main]], axis=1), axis=0, return_inverse=True
+                )
+                group = group.reshape(-1)
+            has = self.has[:, column]
+            some = np.bincount(group, has) > 0
+            missing = some[group] & ~has
+            if missing.any():
+                raise self._refuse(
+                    int(np.argmax(missing)), role, int(missing.sum()), "other experts of its layer have it"
+                )
+
+
+# --- layouts and places ------------------------------------------------------------------------------------
+
+
+def _joined(table: _Table) -> Mask:
+    """Where gate is followed by up in the file."""
+    columns = {role.name: i for i, role in enumerate(table.roles) if role.main}
+    if "gate" not in columns or "up" not in columns:
+        return np.zeros(len(table.layer), np.bool_)
+    gate, up = columns["gate"], columns["up"]
+    both = (table.kind[:, gate] >= 0) & (table.kind[:, up] >= 0)
+    follows = table.offset[:, gate] + table.size[:, gate] == table.offset[:, up]
+    return np.asarray(both & follows & (table.file[:, gate] == table.file[:, up]))
+
+
+def _lay_out(
+    table: _Table, found: _Found, wanted: _Wanted
+) -> tuple[ExpertTable, tuple[tuple[Tensor, ...], ...]]:
+    """The experts with their parts, and their layouts in the order of the first expert of each."""
+    joined = _joined(table)
+    signature = np.concatenate([joined[:, None], table.kind], axis=1)
+    _, first, layout = np.unique(signature, axis=0, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(first))
+    layout, first = rank[layout.reshape(-1)], np.sort(first)
+    # A tensor that is joined to the one before it adds to that one's part and begins none.
+    names = [role.name if role.main else "" for role in table.roles]
+    begins = table.kind >= 0
+    length = table.size.copy()
+    if joined.any():
+        gate, up = names.index("gate"), names.index("up")
+        begins[joined, up] = False
+        length[joined, gate] += table.size[joined, up]
+    experts = ExpertTable(
+        layer=table.layer,
+        expert=table.expert,
+        layout=layout,
+        crc32c=np.zeros(len(layout), np.int64),
+        first=np.concatenate(([0], np.cumsum(begins.sum(axis=1)))),
+        file=table.file[begins],
+        offset=table.offset[begins],
+        length=length[begins],
+    )
+    return experts, tuple(_layout(table, row, bool(joined[row]), wanted) for row in first.tolist())
+
+
+def _layout(table: _Table, row: int, joined: bool, wanted: _Wanted) -> tuple[Tensor, ...]:
+    """The tensors of the experts that are like the one of `row`."""
+    tensors: list[Tensor] = []
+    part = -1
+    for column in np.flatnonzero(table.kind[row] >= 0).tolist():
+        role, size = table.roles[column], int(table.size[row, column])
+        dtype, shape = table.kinds[table.kind[row, column]]
+        behind = joined and role.main and role.name == "up"
+        part += not behind
+        offset = tensors[-1].nbytes if behind else 0
+        tag = ",".join(filter(None, (role.tag, _block(role, wanted))))
+        tensors.append(Tensor(role.name, dtype, shape, part, offset, size, tag))
+    return tuple(tensors)
+
+
+def _block(role: _Role, wanted: _Wanted) -> str:
+    """The word for the block of weights that one scale is for, where config.json says it."""
+    block = wanted.quantization.get("weight_block_size")
+    if "scale" not in role.suffix or not isinstance(block, list) or len(block) != 2:
+        return ""
+    return f"block={block[0]}x{block[1]}" if all(type(n) is int and 0 < n < 2**31 for n in block) else ""
+
+
+def _model_facts(wanted: _Wanted, found: _Found) -> ModelFacts:
+    family = wanted.family.model_types[0] if wanted.family.model_types else "unknown"
+    extra: dict[str, float | int | str] = {"family": family, "experts_per_layer": wanted.n_experts}
+    method = wanted.quantization.get("quant_method")
+    if isinstance(method, str) and method.isprintable():
+        extra["quantization"] = method
+    if found.drafts:
+        extra["draft_tensors_left_out"] = found.drafts
+    return ModelFacts(model_type=wanted.model_type, extra=extra, **wanted.facts())

@@ -1,0 +1,189 @@
+"""`bench open`: how long it takes, and how much memory, to open the index of a large model.
+
+A model is made whose files have every name and number and no bytes: sparse files, which take no room.  It is
+opened, and its read plans are made, in a process of its own, so that what it takes stands apart from what the
+interpreter and its libraries take anyway: `ru_maxrss` and the clock before and after, both in that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smoe_mp.bench import Figure, Progress, Report
+from smoe_mp.bench.stats import Goal
+from smoe_mp.errors import ConfigError, SmoeError
+from smoe_mp.sources import open_source
+from smoe_mp.sources.manifest import write_manifest
+from smoe_mp.sources.smoe import DESCRIPTOR_DTYPE, ENTRY_DTYPE, HEADER_DTYPE, MAGIC
+
+__all__ = ["BUILDERS", "GRIDS", "run"]
+
+#: Layers x experts of Qwen3-235B-A22B and of Kimi-K2.
+GRIDS = ((94, 128), (61, 384))
+WIDTH, HIDDEN = 64, 128
+ROUNDS, QUICK_ROUNDS = 9, 3
+SECONDS = Goal("at most", 1.0)
+MIB = Goal("at most", 95.0)  # 100 MB
+
+_CHILD = """
+import json, resource, sys, time
+from smoe_mp import tables
+from smoe_mp.sources import open_source
+def peak_mib():
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+before, began = peak_mib(), time.perf_counter()
+source = open_source(sys.argv[1])
+opened = time.perf_counter()
+tables.build(source)
+done = time.perf_counter()
+print(json.dumps({"open_s": opened - began, "tables_s": done - opened, "mib": peak_mib() - before}))
+"""
+
+
+def _safetensors(folder: Path, layers: int, experts: int) -> Path:
+    """Per-expert tensors in one file a layer, with an index, as Hugging Face folders have them."""
+    weight_map: dict[str, str] = {}
+    shapes = {"down_proj": (HIDDEN, WIDTH), "gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN)}
+    size = 2 * WIDTH * HIDDEN
+    for layer in range(layers):
+        name = f"model-{layer + 1:05}-of-{layers:05}.safetensors"
+        header: dict[str, Any] = {}
+        for expert in range(experts):
+            for stored, shape in shapes.items():
+                at = len(header) * size
+                full = f"model.layers.{layer}.mlp.experts.{expert}.{stored}.weight"
+                header[full] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        weight_map |= dict.fromkeys(header, name)
+        raw = json.dumps(header).encode()
+        with (folder / name).open("wb") as file:
+            file.write(len(raw).to_bytes(8, "little") + raw)
+            file.truncate(8 + len(raw) + len(header) * size)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": layers,
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": WIDTH,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _stacked(folder: Path, layers: int, experts: int) -> Path:
+    """The same experts as two stacks a layer in one file."""
+    header: dict[str, Any] = {}
+    at = 0
+    for layer in range(layers):
+        for stored, shape in (("gate_up_proj", (2 * WIDTH, HIDDEN)), ("down_proj", (HIDDEN, WIDTH))):
+            size = 2 * experts * shape[0] * shape[1]
+            name = f"model.layers.{layer}.mlp.experts.{stored}"
+            header[name] = {"dtype": "BF16", "shape": (experts, *shape), "data_offsets": [at, at + size]}
+            at += size
+    raw = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + at)
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": layers, "num_experts": experts}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _manifest(folder: Path, layers: int, experts: int) -> Path:
+    """A manifest of the per-expert safetensors files."""
+    out = folder / "manifest.json"
+    write_manifest(open_source(_safetensors(folder, layers, experts)), out)
+    return out
+
+
+def _smoe(folder: Path, layers: int, experts: int) -> Path:
+    """A version-1 vault of Q4 experts."""
+    count, codes, scales = layers * experts, WIDTH * HIDDEN // 2, WIDTH * HIDDEN // 64 * 2
+    blob = -(-3 * (codes + scales) // 16384) * 16384
+    tables = HEADER_DTYPE.itemsize + count * (ENTRY_DTYPE.itemsize + 3 * DESCRIPTOR_DTYPE.itemsize)
+    data = -(-tables // 16384) * 16384
+    header = np.zeros((), HEADER_DTYPE)
+    numbers = {"version": 1, "num_moe_layers": layers, "max_experts_per_layer": experts}
+    numbers |= {"total_experts": count, "table_offset": 64, "data_offset": data, "group_size": 64, "bits": 4}
+    numbers |= {"d_model": HIDDEN, "ffn_dim": HIDDEN}
+    header["magic"] = MAGIC
+    for name, value in numbers.items():
+        header[name] = value
+    entries = np.zeros(count, ENTRY_DTYPE)
+    entries["layer_id"], entries["expert_id"] = np.divmod(np.arange(count), experts)
+    entries["byte_offset"] = data + np.arange(count) * blob
+    entries["raw_size"], entries["padded_size"] = 3 * (codes + scales), blob
+    entries["group_size"], entries["num_groups"] = 64, 3 * scales // 2
+    descriptors = np.zeros((count, 3), DESCRIPTOR_DTYPE)
+    for number, (rows, cols) in enumerate(((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))):
+        at = number * (codes + scales)
+        descriptors[:, number] = (number, 2, 0, rows, cols, at, codes, at + codes, scales)
+    out = folder / "model.smoe"
+    with out.open("wb") as file:
+        file.write(header.tobytes() + entries.tobytes() + descriptors.tobytes())
+        file.truncate(data + count * blob)
+    return out
+
+
+#: By the name of the format: a function that makes the files of `layers` x `experts` in a folder, and returns
+#: what is to be opened.
+BUILDERS: dict[str, Callable[[Path, int, int], Path]] = {
+    "safetensors": _safetensors,
+    "safetensors stacks": _stacked,
+    "manifest": _manifest,
+    "smoe": _smoe,
+}
+
+
+@contextlib.contextmanager
+def _model(build: Callable[[Path, int, int], Path], layers: int, experts: int) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="smoe-bench-open-") as folder:
+        yield build(Path(folder), layers, experts)
+
+
+def _open_once(path: Path) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(path)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SmoeError(f"{path}: opening failed: {done.stderr.strip().splitlines()[-1:]}")
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
+
+
+def run(progress: Progress, *, quick: bool = False, formats: tuple[str, ...] = ()) -> Report:
+    """Measure each format with each grid.  `formats`: names of BUILDERS, all by default."""
+    for name in formats:
+        if name not in BUILDERS:
+            raise ConfigError(f"--formats: {name!r} is none of {', '.join(BUILDERS)}")
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    report = Report(
+        "open",
+        "time and memory to open a model's index and to make its read plans",
+        {"grids": [list(grid) for grid in GRIDS], "rounds": rounds},
+        notes=["Memory: what the peak rises by over the interpreter with its libraries loaded."],
+    )
+    names = formats or tuple(BUILDERS)
+    for number, name in enumerate(names):
+        for layers, experts in GRIDS:
+            progress(f"{name} {layers} x {experts}", number, len(names))
+            with _model(BUILDERS[name], layers, experts) as path:
+                _open_once(path)  # the files' pages are in the cache from here on
+                seen = [_open_once(path) for _ in range(rounds)]
+            side = f"{name}, {layers} x {experts}"
+            whole = [s["open_s"] + s["tables_s"] for s in seen]
+            report.figures.append(Figure(f"{side}: open and plan", "s", whole, SECONDS))
+            report.figures.append(Figure(f"{side}: of it, plans", "s", [s["tables_s"] for s in seen]))
+            report.figures.append(Figure(f"{side}: memory", "MiB", [s["mib"] for s in seen], MIB))
+    return report
