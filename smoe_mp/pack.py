@@ -33,7 +33,7 @@ from smoe_mp.reader import SourceReader
 from smoe_mp.scout import Scout
 from smoe_mp.sources import open_source
 from smoe_mp.sources.base import Source
-from smoe_mp.sources.safetensors import Checkpoint, open_folder
+from smoe_mp.sources.checkpoint import Checkpoint, open_folder
 from smoe_mp.sources.smoe import ArchBlock
 from smoe_mp.vault_writer import VaultWriter
 from smoe_mp.weights import U8, matrices

@@ -18,7 +18,7 @@ import numpy as np
 from smoe_mp.errors import VaultError
 from smoe_mp.partial import PartialFile
 from smoe_mp.sources.base import Source
-from smoe_mp.sources.safetensors import Checkpoint, SafetensorsFile, StoredTensor
+from smoe_mp.sources.checkpoint import Checkpoint, SafetensorsFile, StoredTensor
 
 __all__ = ["Scout"]
 
