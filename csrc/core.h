@@ -176,6 +176,10 @@ INTERNAL void free_entry(smoe_ring *r, uint32_t id);
 /* crc32c.c: beside what smoe.h has, the way that needs no instruction; for tests */
 INTERNAL uint32_t crc32c_by_tables(uint32_t crc, const void *data, uint64_t bytes);
 
+/* quant.c: likewise, without the wider vector instructions */
+INTERNAL int quantize_plainly(const float *weights, uint64_t groups, int bits, const float *candidates,
+                              unsigned char *codes, float *scales);
+
 /* worker.c */
 struct worker_options {
     int watch_fd; /* hang-up: the supervisor died; -1: none */

@@ -108,6 +108,11 @@ INLINE int all_groups(const float *w, uint64_t groups, int bits, const float *ca
     return rc;
 }
 
+int quantize_plainly(const float *weights, uint64_t groups, int bits, const float *candidates, unsigned char *codes,
+                     float *scales) {
+    return all_groups(weights, groups, bits, candidates, codes, scales);
+}
+
 #if defined(__x86_64__)
 __attribute__((target("avx2"))) static int all_groups_avx2(const float *w, uint64_t groups, int bits,
                                                            const float *candidates, unsigned char *codes,
@@ -128,6 +133,5 @@ int smoe_quantize(const float *weights, uint64_t groups, int bits, const float *
                   float *scales) {
     if (bits != 4 && bits != 2)
         return -EINVAL;
-    return have_avx2() ? all_groups_avx2(weights, groups, bits, candidates, codes, scales)
-                       : all_groups(weights, groups, bits, candidates, codes, scales);
+    return (have_avx2() ? all_groups_avx2 : quantize_plainly)(weights, groups, bits, candidates, codes, scales);
 }
