@@ -180,9 +180,9 @@ class _Reader(VaultFile):
         description = self._description(header, region)
         self.check_ids(header, table)
         self.check_blobs(header, table)
-        self._check_entries(table, description)
         for number, layout in enumerate(description.layouts):
             self._check_layout(number, layout)
+        self._check_entries(table, description)
         self._check_facts(header, description.model)
         return RawVault(
             path=self.path,
@@ -256,7 +256,7 @@ class _Reader(VaultFile):
         self.refuse_first(
             table, table["num_groups"] != 0, figures("num_groups %d, 0 in version 3", table["num_groups"])
         )
-        ends = [max((t.offset + t.nbytes for t in tensors), default=0) for tensors in description.layouts]
+        ends = [max(t.offset + t.nbytes for t in tensors) for tensors in description.layouts]
         end = np.array(ends, np.uint64)[layout]
         self.refuse_first(
             table,
