@@ -215,7 +215,10 @@ class _Reader(VaultFile):
                 " supported"
             )
         if h.version not in (1, 2):
-            raise self.refuse(f"version {h.version} of the format; this program reads versions 1, 2 and 3")
+            known = (
+                "; `open_vault` reads it" if h.version == 3 else "; this program reads versions 1, 2 and 3"
+            )
+            raise self.refuse(f"version {h.version} of the format{known}")
         if h.group_size != GROUP_WEIGHTS:
             raise self.refuse(f"header: group_size {h.group_size}, and only 64 exists")
         if h.bits not in (2, 4):

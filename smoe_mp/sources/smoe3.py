@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -144,14 +146,9 @@ class RawVault:
 
 def open_vault(path: Path) -> SmoeVault | RawVault:
     """Open the `.smoe` vault at `path`, of whatever version.  Raises VaultError as `open_smoe` does."""
-    fd = open_readable(path)
-    try:
-        raw = os.preadv(fd, [head := bytearray(12)], 0) == 12 and head[8:] == VERSION.to_bytes(4, "little")
-    except OSError:
-        raw = False  # the real opening says what is wrong
-    finally:
-        os.close(fd)
-    return open_raw(path) if raw else open_smoe(path)
+    with _reading(path) as fd:
+        version = VaultFile(path, fd).read_header().version
+    return open_raw(path) if version == VERSION else open_smoe(path)
 
 
 def open_raw(path: Path) -> RawVault:
@@ -160,9 +157,15 @@ def open_raw(path: Path) -> RawVault:
     Raises VaultError with the file, the place in it and the figures, where the file cannot be read or its
     numbers do not add up.
     """
+    with _reading(path) as fd:
+        return _Reader(path, fd).read()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[int]:
     fd = open_readable(path)
     try:
-        return _Reader(path, fd).read()
+        yield fd
     except OSError as error:
         raise VaultError(f"{path}: read: {os.strerror(error.errno or 0)} (errno {error.errno})") from error
     finally:
