@@ -22,6 +22,9 @@ from smoe_mp.sources.base import Extent, Source, SourceFile
 __all__ = ["ReadFault", "SourceReader"]
 
 
+PAGE = 4096
+
+
 class ReadFault(VaultError):
     """A range of one file could not be read.  `offset` in the file, bytes."""
 
@@ -38,9 +41,9 @@ class SourceReader:
         self._fds: list[int] = []
         self._local = threading.local()
         try:
-            probes = [segments.probe(file.path) for file in self._files]
-            self.modes = [probe.mode for probe in probes]
-            self._align = segments.read_align(probes)
+            found = [_mode(file) for file in self._files]
+            self.modes = [mode for mode, _ in found]
+            self._align = max(align for _, align in found)
             for file, mode in zip(self._files, self.modes, strict=True):
                 self._fds.append(_open(file, direct=mode == "direct"))
             self.check_unchanged()
@@ -121,6 +124,33 @@ class SourceReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _mode(file: SourceFile) -> tuple[str, int]:
+    """How the file is read, and the alignment of that (bytes)."""
+    try:
+        found = segments.probe(file.path)
+    except VaultError:
+        # A bad block where it was tried.  That is no reason not to read the rest, and directly: a read
+        # through the cache reads ahead, and fails for blocks that are good.
+        return ("direct" if _reads_directly(file) else "buffered"), PAGE
+    return found.mode, max(PAGE, found.offset_align)
+
+
+def _reads_directly(file: SourceFile) -> bool:
+    """Whether the file's first page can be read past the page cache."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        return os.preadv(fd, [mmap.mmap(-1, PAGE)], 0) > 0
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def _open(file: SourceFile, *, direct: bool) -> int:
