@@ -310,6 +310,8 @@ const char *smoe_strerror(int code) {
         return "direct reads are required and refused";
     case SMOE_EDIFFERS:
         return "not the ring that was asked for";
+    case SMOE_ECHANGED:
+        return "a source file changed under the ring";
     case SMOE_ETAKEN:
         return "another process holds this id's lock";
     default:

@@ -77,7 +77,7 @@ int ring_check(const smoe_ring *r, smoe_error *e) {
     if (rc)
         return rc;
     uint32_t state = atomic_load_explicit(&r->header->state, memory_order_acquire);
-    if (state != SMOE_LIVE && state != SMOE_STOPPING)
+    if (state != SMOE_LIVE && state != SMOE_STOPPING && state != SMOE_STALE)
         return fail(e, SMOE_EGONE, "state", 0, SMOE_LIVE, state);
     uint32_t g = atomic_load_explicit(&r->participants[r->id].generation, memory_order_acquire);
     if (g != r->generation)
@@ -85,9 +85,21 @@ int ring_check(const smoe_ring *r, smoe_error *e) {
     return 0;
 }
 
+/* The same, for those who want bytes that they do not hold. */
+static int serving_check(const smoe_ring *r, smoe_error *e) {
+    int rc = ring_check(r, e);
+    if (rc || atomic_load_explicit(&r->header->state, memory_order_acquire) != SMOE_STALE)
+        return rc;
+    uint32_t changed = atomic_load_explicit(&r->hot->changed, memory_order_relaxed);
+    fail(e, SMOE_ECHANGED, "source file", 0, 0, changed >> 16);
+    if (e)
+        e->file = changed & 0xFFFFu;
+    return SMOE_ECHANGED;
+}
+
 /* The same, for those who want something new. */
 static int demand_check(const smoe_ring *r, smoe_error *e) {
-    int rc = ring_check(r, e);
+    int rc = serving_check(r, e);
     if (rc == 0 && atomic_load_explicit(&r->header->state, memory_order_acquire) == SMOE_STOPPING)
         rc = fail(e, SMOE_ESTOPPING, "state", 0, SMOE_LIVE, SMOE_STOPPING);
     return rc;
@@ -553,7 +565,7 @@ int smoe_acquire_nowait(smoe_ring *r, int64_t layer, const int64_t *experts, uin
 }
 
 int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *hold, smoe_error *e) {
-    int rc = ring_check(r, e);
+    int rc = serving_check(r, e);
     if (rc)
         return rc;
     if (r->id >= SMOE_CLIENTS)
@@ -693,7 +705,7 @@ static bool overdue(const smoe_ring *r, uint32_t s, uint64_t began, uint64_t now
 
 /* One slice ended without the bytes: everything that can have gone wrong.  Drops the hold on a time-out. */
 static int after_slice(smoe_ring *r, smoe_hold *h, uint64_t began, uint64_t deadline, smoe_error *e) {
-    int rc = ring_check(r, e);
+    int rc = serving_check(r, e);
     if (rc)
         return rc;
     uint64_t now = plat_now_ns();

@@ -540,7 +540,7 @@ static int open_control(const char *name, struct smoe_header *h, bool any_state,
         rc = fail(e, SMOE_EABI, "ABI", 0, SMOE_ABI, h->abi);
     if (rc == 0 && h->fingerprint != layout_fingerprint())
         rc = fail(e, SMOE_EABI, "layout fingerprint", 0, layout_fingerprint(), h->fingerprint);
-    if (rc == 0 && !any_state && h->state != SMOE_LIVE)
+    if (rc == 0 && !any_state && h->state != SMOE_LIVE && h->state != SMOE_STALE) /* a stale ring says itself why */
         rc = fail(e,
                   h->state == SMOE_GONE       ? SMOE_EGONE
                   : h->state == SMOE_STOPPING ? SMOE_ESTOPPING
@@ -879,6 +879,15 @@ int smoe_set_state(smoe_ring *r, int state) {
     doorbell_ring(r, 0);
     prewarm_ring(r);
     return 0;
+}
+
+int smoe_set_changed(smoe_ring *r, uint32_t file, uint32_t what) {
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    if (file >= r->n_files || what == 0 || what > 0xFFFFu)
+        return -EINVAL;
+    atomic_store_explicit(&r->hot->changed, file | what << 16, memory_order_relaxed);
+    return smoe_set_state(r, SMOE_STALE); /* after the word, by its order */
 }
 
 /* A ring that cannot be attached, of another ABI or damaged: its first 64 bytes mean what they always do,

@@ -68,6 +68,7 @@ enum smoe_ring_state {
     SMOE_LIVE = 1,     /* stored last of all at creation */
     SMOE_STOPPING = 2, /* no new demand; reads finish */
     SMOE_GONE = 3,     /* removed: attach anew */
+    SMOE_STALE = 4,    /* a source file changed: nothing is served any more, to the end of the ring */
 };
 
 /* What the prewarm process says of itself. */
@@ -207,6 +208,7 @@ struct smoe_hot {
     _Atomic uint32_t prewarm_runs;                  /* changed to have it begin anew */
     _Atomic uint32_t prewarm_state;                 /* what it does now: enum smoe_prewarm_state */
     _Atomic uint32_t prewarm_done, prewarm_goal;    /* experts of the pass under way */
+    _Atomic uint32_t changed;                       /* STALE: file (low 16 bits), what of it (SMOE_CHANGED_*) above */
     struct smoe_queue_pos demand;
     struct smoe_queue_pos speculative;
 };

@@ -57,7 +57,16 @@ enum {
     SMOE_ENOSPACE = -1015,      /* the shared-memory file system is too small */
     SMOE_EDIRECT = -1016,       /* direct reads are required and refused */
     SMOE_ETAKEN = -1017,        /* the id's lock is held by another process */
-    SMOE_EDIFFERS = -1018       /* not the ring that was asked for */
+    SMOE_EDIFFERS = -1018,      /* not the ring that was asked for */
+    SMOE_ECHANGED = -1019       /* a source file changed (file; got: SMOE_CHANGED_*): nothing is served any more */
+};
+
+/* What of a source file is not as it was when the ring was made. */
+enum {
+    SMOE_CHANGED_INODE = 1, /* device or inode: another file under the name */
+    SMOE_CHANGED_SIZE = 2,
+    SMOE_CHANGED_MTIME = 4,
+    SMOE_CHANGED_HEADER = 8
 };
 
 /* Reasons of a failed read beside errno values. */
@@ -270,6 +279,9 @@ int smoe_locks_held(const char *name);
  * see it at their next look. */
 int smoe_bury(const char *name);
 int smoe_set_state(smoe_ring *ring, int state); /* and wake everyone */
+/* A source file is not what the ring was made for: from now on demand, claim and guess return SMOE_ECHANGED, and so
+ * do waits that do not find their bytes; what is held stays right.  There is no way back.  Supervisor only. */
+int smoe_set_changed(smoe_ring *ring, uint32_t file, uint32_t what);
 int smoe_set_file_mode(smoe_ring *ring, uint32_t file, int mode, int os_error);
 
 typedef struct {

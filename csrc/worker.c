@@ -416,7 +416,7 @@ static bool told_to_end(const struct worker *w, const struct worker_options *opt
     uint32_t state = atomic_load_explicit(&w->r->header->state, memory_order_acquire);
     if (state == SMOE_STOPPING) /* reads that are demanded finish */
         return queue_empty(demand_queue(w->r));
-    return state != SMOE_LIVE;
+    return state != SMOE_LIVE && state != SMOE_STALE;
 }
 
 static void idle(struct worker *w, uint32_t bell) {

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from smoe_mp import errors
 from smoe_mp._smoe import ffi, lib
 
-__all__ = ["Error", "check", "check_plain", "ffi", "lib", "new_error", "text"]
+__all__ = ["CHANGES", "Error", "check", "check_plain", "ffi", "lib", "new_error", "text"]
 
 #: An `smoe_error *`, as cffi has it.
 Error = Any
@@ -28,6 +28,13 @@ _READ_REASONS = {
 }
 
 
+#: What of a file is not as it was, by the bits of SMOE_CHANGED_*.
+CHANGES = {
+    "inode": lib.SMOE_CHANGED_INODE,
+    "size": lib.SMOE_CHANGED_SIZE,
+    "mtime": lib.SMOE_CHANGED_MTIME,
+    "header": lib.SMOE_CHANGED_HEADER,
+}
 _ERROR = ffi.typeof("smoe_error *")
 
 
@@ -70,11 +77,24 @@ def _read_error(error: Error, ring: Any, name: str) -> errors.ExpertReadError:
     return e
 
 
+def _source_changed(error: Error, ring: Any, name: str) -> errors.SourceChanged:
+    path = text(lib.smoe_file_path(ring, error.file)) if ring else "?"
+    changed = tuple(what for what, bit in CHANGES.items() if error.got & bit)
+    e = errors.SourceChanged(
+        f"ring {name}: {path} changed while it was served ({', '.join(changed)}): nothing is served any more;"
+        f" when the file is as it should be, `smoe-mp down {name}` and start `smoe-mp up` anew"
+    )
+    e.path, e.changed = path, changed
+    return e
+
+
 def _ring_error(code: int, error: Error, ring: Any, name: str) -> errors.SmoeError | None:
     where = f"ring {name}: "
     what = f"expert {error.expert} of layer {error.layer}"
     if code == lib.SMOE_EREAD:
         return _read_error(error, ring, name)
+    if code == lib.SMOE_ECHANGED:
+        return _source_changed(error, ring, name)
     if code == lib.SMOE_EBUSY:
         ids = [str(c) for c in range(32) if error.holders >> c & 1]
         return errors.Busy(

@@ -46,11 +46,12 @@ from smoe_mp.control.commands import (
 )
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import run_demo
-from smoe_mp.errors import NoAnswer, NoSuchRing, SmoeError
+from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
 from smoe_mp.fit import fit
 from smoe_mp.process import ExitWatch
 from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_path, version
 from smoe_mp.sources import open_source
+from smoe_mp.sources.manifest import write_manifest
 from smoe_mp.supervisor import Supervisor
 
 app = typer.Typer(
@@ -291,18 +292,42 @@ def _draw_rings(found: list[segments.Found], removed: list[str], console: Consol
         console.print(f"{len(left)} orphans: smoe-mp doctor --clean removes them", highlight=False)
 
 
-@app.command(help="Show what a vault holds.\n\nExample: smoe-mp inspect model.smoe --experts")
+@app.command(help="Show what a model's files hold.\n\nExample: smoe-mp inspect model.smoe --experts")
 def inspect(
-    vault: Annotated[Path, typer.Argument(metavar="VAULT", help="A model file.")],
+    vault: Annotated[
+        Path, typer.Argument(metavar="VAULT", help="A vault, GGUF file, safetensors folder or manifest.")
+    ],
     experts: Annotated[bool, typer.Option("--experts", help="List every expert.")] = False,
+    expert: Annotated[
+        str, typer.Option("--expert", metavar="LAYER:EXPERT", help="Show one expert's parts and tensors.")
+    ] = "",
+    manifest: Annotated[
+        Path | None, typer.Option("--manifest", metavar="OUT", help="Write a manifest of it to a new file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary and experts as JSON.")] = False,
 ) -> None:
     source = open_source(vault)
-    if as_json:
+    if manifest is not None:
+        write_manifest(source, manifest)
+        print(f"{manifest}: {len(source.experts)} experts in {len(source.files)} files")
+    elif expert:
+        about = inspecting.one_expert(source, *_layer_and_expert(expert))
+        if as_json:
+            print(json.dumps(about, indent=2))
+        else:
+            inspecting.render_expert(about, Console())
+    elif as_json:
         whole = {**inspecting.summary(source), "expert_table": inspecting.experts(source)}
         print(json.dumps(whole, indent=2))
     else:
         inspecting.render(source, experts, Console())
+
+
+def _layer_and_expert(text: str) -> tuple[int, int]:
+    layer, _, expert = text.partition(":")
+    if not (layer.isascii() and layer.isdigit() and expert.isascii() and expert.isdigit()):
+        raise ConfigError(f"--expert {text}: not LAYER:EXPERT, two whole numbers")
+    return int(layer[:9]), int(expert[:9])
 
 
 app.command("pack", help=vault_cli.PACK_HELP)(vault_cli.pack)
@@ -352,6 +377,7 @@ def _facts(result: StatusResult) -> Table:
         ("checksums", _checksum_line(vault)),
         *((f"file {i}", _file_line(f)) for i, f in enumerate(result.files)),
         ("ring", f"{ring.slots} slots x {size}, {ring.pages}"),
+        *([("waste", _waste_line(ring))] if ring.wasted_bytes else []),
         ("memory", _memory_line(ring)),
         ("health", result.health),
         ("prewarm", _prewarm_line(result.prewarm)),
@@ -368,6 +394,11 @@ def _checksum_line(vault: VaultStatus) -> str:
     return (
         f"{have}; {'each read is' if vault.verify and vault.checksums else 'reads are not'} held against it"
     )
+
+
+def _waste_line(ring: RingStatus) -> str:
+    share = ring.wasted_bytes / ring.data_bytes
+    return f"{human_bytes(ring.wasted_bytes)} ({share:.1%}) of the ring: experts differ in size"
 
 
 def _memory_line(ring: RingStatus) -> str:

@@ -51,6 +51,16 @@ class VaultConfig(Struct, frozen=True, kw_only=True):
             " or `--raw`."
         ),
     ] = False
+    check_s: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=86_400,
+            description="How often the model's files are looked up anew, in seconds. One that was replaced,"
+            " overwritten or cut is served no more until the system is started anew; one that is only away"
+            " is said once.",
+        ),
+    ] = 10
 
 
 class RingConfig(Struct, frozen=True, kw_only=True):

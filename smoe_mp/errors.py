@@ -15,6 +15,7 @@
     │   ├── ExpertReadError    the expert could not be read                  (OSError)
     │   ├── ReadTimeout        not read in time; the ring is served          (TimeoutError)
     │   ├── NoSupervisor       not read in time; nobody serves the ring      (TimeoutError)
+    │   ├── SourceChanged      a model file changed under the ring: it serves no more
     │   ├── RingStopping       the ring is being stopped: no new demand
     │   ├── RingReplaced       the ring was removed or replaced: attach anew
     │   ├── RingClosed         this handle was closed
@@ -105,6 +106,16 @@ class ReadTimeout(RingError, TimeoutError):
 
 class NoSupervisor(RingError, TimeoutError):
     pass
+
+
+class SourceChanged(RingError):
+    """A file of the model changed while it was served; the ring serves nothing any more.
+
+    Attributes: `path`, and `changed`, what is not as it was: of "inode", "size", "mtime", "header".
+    """
+
+    path: str
+    changed: tuple[str, ...]
 
 
 class RingStopping(RingError):

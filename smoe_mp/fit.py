@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from smoe_mp import segments, sizing, tables
 from smoe_mp.config import MIB, LoadedConfig
+from smoe_mp.runtime import human_bytes
 from smoe_mp.sizing import Sizing
 from smoe_mp.sources.base import Source
 
@@ -19,7 +22,7 @@ def fit(loaded: LoadedConfig, source: Source, read_align: int = 4096) -> Sizing:
     given = config.ring.slots
     scout = config.reserve.scout_mb
     most = given or min(sizing.MOST_SLOTS, len(source.experts))
-    return sizing.size(
+    found = sizing.size(
         sizing.read_memory(),
         sizing.Reserve(scout_bytes=sizing.dense_bytes(source) if scout < 0 else scout * MIB),
         slot_bytes=slot_bytes,
@@ -29,3 +32,11 @@ def fit(loaded: LoadedConfig, source: Source, read_align: int = 4096) -> Sizing:
         slots_given=given,
         control_bytes=segments.control_bytes(t, most, slot_bytes),
     )
+    wasted = segments.wasted_bytes(t, found.slots, slot_bytes)
+    if not wasted:
+        return found
+    note = (
+        f"experts differ in size and a slot holds the largest: {human_bytes(wasted)}"
+        f" ({wasted / found.data_bytes:.1%}) of the ring stay empty with the mean expert in each slot"
+    )
+    return dataclasses.replace(found, notes=(*found.notes, note), wasted_bytes=wasted)

@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from smoe_mp.errors import IdError
 from smoe_mp.sources.base import Expert, Source, Tensor
 from smoe_mp.sources.smoe import SmoeVault
 from smoe_mp.sources.smoe3 import RawVault
 
-__all__ = ["experts", "render", "summary"]
+__all__ = ["experts", "one_expert", "render", "render_expert", "summary"]
 
 Json = dict[str, Any]
 
@@ -30,6 +31,7 @@ def _bytes_of(expert: Expert) -> int:
 
 def _tensor(tensor: Tensor) -> Json:
     return {
+        **({"tag": tensor.tag} if tensor.tag else {}),
         "name": tensor.name,
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
@@ -124,6 +126,21 @@ def experts(source: Source) -> list[Json]:
     ]
 
 
+def one_expert(source: Source, layer: int, expert: int) -> Json:
+    """One expert in full: what `experts` says of it, and its `tensors` with the `path` and the place in it
+    (`file_offset`, bytes) of each.  IdError where the source has no such expert."""
+    for row, x in zip(experts(source), source.experts, strict=True):
+        if (x.layer, x.expert) == (layer, expert):
+            return row | {"tensors": [_placed(source, x, t) for t in source.layouts[x.layout]]}
+    raise IdError(f"{source.path}: there is no expert {expert} in layer {layer}")
+
+
+def _placed(source: Source, expert: Expert, tensor: Tensor) -> Json:
+    extent = expert.extents[tensor.part]
+    path = str(source.files[extent.file].path)
+    return _tensor(tensor) | {"path": path, "file_offset": extent.offset + tensor.offset}
+
+
 def _size(count: int) -> str:
     """A number of bytes with a unit, and exact where that is short."""
     if count < 10_000:
@@ -173,7 +190,7 @@ def _files(about: Json) -> Table:
 
 def _layout(number: int, layout: Json) -> Table:
     table = Table(title=f"layout {number}: {layout['experts']} experts", title_justify="left")
-    for name in ("tensor", "type", "shape"):
+    for name in ("tensor", "type", "shape", "tag"):
         table.add_column(name)
     for name in ("part", "offset", "bytes"):
         table.add_column(name, justify="right")
@@ -182,6 +199,7 @@ def _layout(number: int, layout: Json) -> Table:
             escape(tensor["name"]),
             escape(tensor["dtype"]),
             " x ".join(map(str, tensor["shape"])),
+            escape(tensor.get("tag", "")),
             *(str(tensor[key]) for key in ("part", "offset", "bytes")),
         )
     return table
@@ -199,6 +217,27 @@ def _expert_rows(source: Source) -> Table:
             *(str(row[key]) for key in ("index", "layer", "expert", "layout")), extents, row["crc32c"] or "-"
         )
     return table
+
+
+def render_expert(about: Json, console: Console) -> None:
+    """Print what `one_expert` gave."""
+    title = f"expert {about['expert']} of layer {about['layer']}: {_size(about['bytes'])}"
+    parts = Table(title=title, title_justify="left")
+    for name in ("part", "offset", "bytes"):
+        parts.add_column(name, justify="right")
+    parts.add_column("path", overflow="fold")
+    for number, e in enumerate(about["extents"]):
+        parts.add_row(str(number), str(e["offset"]), str(e["length"]), escape(e["path"]))
+    console.print(parts)
+    tensors = Table()
+    for name in ("tensor", "type", "shape", "tag"):
+        tensors.add_column(name)
+    for name in ("part", "at in the file", "bytes"):
+        tensors.add_column(name, justify="right")
+    for t in about["tensors"]:
+        words = escape(t["name"]), escape(t["dtype"]), " x ".join(map(str, t["shape"])), t.get("tag", "")
+        tensors.add_row(*words[:3], escape(words[3]), str(t["part"]), str(t["file_offset"]), str(t["bytes"]))
+    console.print(tensors)
 
 
 def render(source: Source, experts: bool, console: Console) -> None:

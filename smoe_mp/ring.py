@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import operator
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -34,13 +35,11 @@ import numpy.typing as npt
 
 from smoe_mp import quant
 from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, text
-from smoe_mp.errors import IdError, RingClosed, RingError
+from smoe_mp.errors import IdError, RingClosed, RingError, VaultError
 from smoe_mp.segments import CENSUS, MODES, check_name, counters
+from smoe_mp.sources import scaled
+from smoe_mp.sources.dtypes import BITS, NUMPY
 
-_NUMPY = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1",
-}  # fmt: skip
 _HOLD, _HOLDS = ffi.typeof("smoe_hold *"), ffi.typeof("smoe_hold[]")  # parsed once, not at each call
 _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 _REGISTERED = ("hits", "joins", "promoted", "misses")
@@ -185,8 +184,9 @@ class Expert:
         return self._batch._facts.tensors(self._hold().expert_index)
 
     def __getitem__(self, name: str) -> npt.NDArray[Any] | QuantizedTensor:
-        """A tensor as a read-only view: a numpy array of its dtype and shape (uint8 bytes where numpy has
-        no such type), for quantised ones a QuantizedTensor.  KeyError names what there is."""
+        """A tensor as a read-only view: a numpy array of its dtype and shape, with the types of ml_dtypes
+        for BF16 and float8; for `.smoe` ones a QuantizedTensor; for what is packed or not known its bytes as
+        uint8.  KeyError names what there is."""
         tensors = self.tensors
         if name not in tensors:
             raise KeyError(
@@ -198,21 +198,55 @@ class Expert:
             s = tensors[name + ".scales"]
             scales = self._view(s.offset, s.shape, "<f2")
             return QuantizedTensor(codes, scales, t.shape, _BITS[t.dtype])
-        if t.dtype in _NUMPY:
-            return self._view(t.offset, t.shape, _NUMPY[t.dtype])
-        return self._view(t.offset, (t.nbytes,), "|u1")
+        dtype = NUMPY.get(t.dtype)
+        if dtype is None:
+            return self._view(t.offset, (t.nbytes,), "|u1")
+        if dtype.isbuiltin == 1:
+            return self._view(t.offset, t.shape, dtype.str)
+        # numpy's interface has no name for the types of other packages.
+        return self._view(t.offset, (t.nbytes,), "|u1").view(dtype).reshape(t.shape)
 
     def dequantize(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor as a new float32 array of its logical shape."""
+        """The tensor as a new float32 array of its logical shape.
+
+        Floating-point types; float8 with the scales that go with it (`sources/scaled.py`); the block types of
+        `.smoe` and GGUF.  RingError for others, and where scales are missing or of a form not known.
+        """
         t = self[name]
         if isinstance(t, QuantizedTensor):
             return t.dequantize()
-        if t.dtype.kind != "f":
+        info = self.tensors[name]
+        try:
+            if info.dtype.startswith("F8_") and info.dtype != "F8_E8M0":
+                return self._scaled(name, t)
+            if info.dtype in ("F64", "F32", "F16", "BF16"):
+                return t.astype(np.float32)
+            if info.dtype not in BITS:
+                return _dequantize_ggml(info, t)
+        except (ValueError, VaultError) as error:
             raise RingError(
-                f"expert {self.expert} of layer {self.layer}: {name!r} is {self.tensors[name].dtype}, "
-                f"which cannot be made float32 here"
-            )
-        return t.astype(np.float32)
+                f"expert {self.expert} of layer {self.layer}: {name!r} cannot be made float32: {error}"
+            ) from error
+        raise RingError(
+            f"expert {self.expert} of layer {self.layer}: {name!r} is {info.dtype}, "
+            f"which cannot be made float32 here"
+        )
+
+    def _scaled(self, name: str, codes: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        tensors = self.tensors
+        found = next((name + end for end in scaled.SCALE_SUFFIXES if name + end in tensors), None)
+        if found is None:
+            raise ValueError(f"it is {tensors[name].dtype} and has no scales: {', '.join(tensors)}")
+        scales = self[found]
+        assert not isinstance(scales, QuantizedTensor)  # those are of .smoe alone
+        return scaled.dequantize(codes, scales, tensors[found].tag)
+
+
+def _dequantize_ggml(info: TensorInfo, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """By the tables of GGUF's block types; ValueError for what is none."""
+    gguf: Any = importlib.import_module("smoe_mp.sources.gguf")  # of no use to other models' clients
+    weights: npt.NDArray[np.float32] = gguf.dequantize(info.dtype, raw, info.shape)
+    return weights
 
 
 class _Facts:

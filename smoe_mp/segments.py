@@ -50,7 +50,7 @@ from smoe_mp.sources.base import Source
 NAME_MAX = 22
 
 MODES = ("unknown", "direct", "buffered", "bounce", "memory")
-STATES = ("creating", "live", "stopping", "gone")
+STATES = ("creating", "live", "stopping", "gone", "stale")
 ROLES = ("client", "worker", "supervisor", "prewarm")
 CENSUS = ("empty", "queued", "reading", "ready", "consumed", "failed", "held", "guesses", "reserved")
 PREWARM_WORDS = {
@@ -255,6 +255,7 @@ class Segments:
         pages: str,
         paths: list[tuple[str, int]],
         *,
+        wasted_bytes: int = 0,
         adopted: bool = False,
         replaced: str = "",
     ) -> None:
@@ -269,6 +270,7 @@ class Segments:
         self.adopted = adopted
         self.replaced = replaced  # why the ring that was there could not be adopted
         self._files = paths
+        self.wasted_bytes = wasted_bytes  # see the function of this name
         self.locked_bytes = 0
         self._removed = False
         self._inodes = [_inode(segment) for segment in segment_names(name)]
@@ -281,6 +283,11 @@ class Segments:
     def set_state(self, state: str) -> None:
         """Store "live", "stopping" or "gone" and wake everyone who waits on the ring."""
         lib.smoe_set_state(self.ring, STATES.index(state))
+
+    def set_changed(self, file: int, what: int) -> None:
+        """The source's file number `file` is not what the ring was made for (`what`: SMOE_CHANGED_* of
+        smoe.h): nothing is served any more, and whoever waits is told."""
+        check_plain(lib.smoe_set_changed(self.ring, file, what), self.name)
 
     @property
     def state(self) -> str:
@@ -511,6 +518,22 @@ def choose_slot_bytes(t: tables.Tables, slot_bytes: int | None) -> int:
     return slot_bytes
 
 
+def wasted_bytes(t: tables.Tables, slots: int, slot_bytes: int) -> int:
+    """What experts of different sizes waste of a ring: the bytes of its slots that stay empty with the mean
+    expert in each.
+
+    An expert fills what its read plan needs, in whole steps of the slot size; each expert counts once.
+    """
+    last = t.windows[t.experts["first_window"] + t.experts["n_windows"] - 1]
+    filled = last["slot_offset"] + last["length"]
+    moved = np.flatnonzero(t.experts["n_moves"])
+    if len(moved):
+        move = t.moves[t.experts["first_move"][moved] + t.experts["n_moves"][moved] - 1]
+        filled[moved] = np.maximum(filled[moved], move["to"] + move["bytes"])
+    steps = -(-filled.astype(np.int64) // tables.SLOT_ALIGN)
+    return int(slots * (slot_bytes - steps.mean() * tables.SLOT_ALIGN))
+
+
 def control_bytes(t: tables.Tables, slots: int, slot_bytes: int) -> int:
     """Size of the control segment (bytes) of a ring with that many slots."""
     sizes, error = ffi.new("uint64_t[2]"), new_error()
@@ -539,7 +562,11 @@ class _Wanted:
         info = ffi.new("smoe_info *")
         lib.smoe_get_info(ring, info)
         paths = [(str(f.path), f.size) for f in self.source.files]
-        return Segments(self.name, ring, info, _pages_got(data_fd), paths, adopted=adopted, replaced=replaced)
+        wasted = wasted_bytes(self._tables, int(info.n_slots), int(info.slot_bytes))
+        pages = _pages_got(data_fd)
+        return Segments(
+            self.name, ring, info, pages, paths, wasted_bytes=wasted, adopted=adopted, replaced=replaced
+        )
 
 
 def create(

@@ -152,7 +152,8 @@ class Sizing:
 
     `line` shows the sum; `warnings` and `notes` are one line each.  `budget_bytes` is the sum's, None where
     the slots were given; `allowed_slots` is what memory would allow as `ring.slots`.  `clients`: how many
-    can each hold one layer at once; None where the top-k is unknown.
+    can each hold one layer at once; None where the top-k is unknown.  `wasted_bytes`: what stays empty of the
+    slots because experts differ in size (`segments.wasted_bytes`).
     """
 
     slots: int
@@ -165,6 +166,7 @@ class Sizing:
     line: str
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    wasted_bytes: int = 0
 
     @property
     def data_bytes(self) -> int:

@@ -9,6 +9,9 @@ in the same way, in this order: no new demand (STOPPING), workers finish their r
 histogram is saved, the ring is removed and its waiters woken (or left to the next supervisor), the control
 socket goes last.  Every wait in it is bounded.
 
+A file of the source that changes while it is served ends the serving but not the system (`identity`): the
+ring is STALE from then on, which every client is told, and stays so until it is stopped.
+
 A death while serving ends nothing.  Whoever died, the sweep of csrc/recover.c clears what it left; children
 are started again by their `Pool`.  Once a second all locks are looked at, not only the children's: clients
 die too, and so do workers that an earlier supervisor left.
@@ -33,9 +36,11 @@ from typing import Any, Protocol
 import zmq
 
 from smoe_mp import histogram, segments
+from smoe_mp._native import CHANGES
 from smoe_mp.config import LoadedConfig
 from smoe_mp.errors import ConfigError, SmoeError
 from smoe_mp.fit import fit
+from smoe_mp.identity import Change, Watch
 from smoe_mp.pool import RETRY_S, Pool
 from smoe_mp.process import STOP_SIGNALS, Child, Loop, SignalInbox, WatchPipe, end_all
 from smoe_mp.runtime import human_bytes, version
@@ -83,6 +88,12 @@ class Supervisor:
         self._checksums = 0  # experts that have one
         self._fingerprint = b""
         self._modes: list[str] = []
+        self._files: Watch
+        self._failed_reads = 0
+        self._look_soon = False
+        self._away: dict[int, str] = {}  # files that cannot be looked up, by number
+        self._stale = ""  # which file changed, and how
+        self._hang_said = False
         self._started = time.monotonic()
         self._stop_reason = ""
         self._state = "starting"
@@ -125,7 +136,7 @@ class Supervisor:
     def request_stop(self, keep_ring: bool = False) -> dict[str, Any]:
         """Have the loop stop at its next turn; returns what was done up to now.  `keep_ring`: leave the ring
         with its contents to the next supervisor."""
-        self._keep_ring = keep_ring
+        self._keep_ring = keep_ring and not self._stale
         self._stop_reason = self._stop_reason or "asked to by the control plane"
         return {"name": self._config.name, "pid": os.getpid(), **self._figures()}
 
@@ -152,6 +163,7 @@ class Supervisor:
                 "pages": ring.pages,
                 "locked_bytes": ring.locked_bytes,
                 "resident_bytes": ring.resident_bytes(),
+                "wasted_bytes": ring.wasted_bytes,
                 "census": ring.census(),
             },
             "health": self._health(),
@@ -201,11 +213,15 @@ class Supervisor:
 
     def _health(self) -> str:
         """ "ok", or what is wrong, for people."""
+        if self._stale:
+            return f"stale: {self._stale}; nothing is served until the system is stopped and started anew"
         if self._workers.failing:
             alive = self._workers.alive
             return f"failing: workers keep dying, {alive} live; the next try is at most {RETRY_S:.0f} s away"
         if not self._segments.named():
             return "nameless: the shared-memory name was deleted, new clients cannot attach"
+        if self._away:
+            return f"files away: {next(iter(self._away.values()))}; what is resident or open is served"
         return "ok" if self._workers.state == "ok" else "restarting workers"
 
     def _prewarm_status(self) -> dict[str, Any]:
@@ -435,6 +451,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         swept = time.monotonic()
+        self._files = Watch(self._source, self._config.vault.check_s)
         while not self._stop_reason:
             due_s = min(self._workers.tick(), self._prewarm.tick(), SWEEP_S)
             self._loop.turn(due_s)
@@ -447,6 +464,7 @@ class Supervisor:
         if self._state == "starting":
             raise SmoeError(epitaph)
         self._warn(epitaph)
+        self._look_soon = True  # it may have found another file where its own was
         self._recover()
         if self._workers.failing:
             self._say(f"error: workers keep dying: {self._health()}")
@@ -473,6 +491,7 @@ class Supervisor:
     def _sweep(self) -> None:
         self._recover()
         self._give_up_unserved()
+        self._check_files()
         for number, file in enumerate(self._segments.files()):
             if file["mode"] != self._modes[number]:
                 self._modes[number] = file["mode"]
@@ -487,6 +506,36 @@ class Supervisor:
                 " clients go on, new ones cannot attach; stop and start the system when they are done"
                 " (RemoveIPC of systemd-logind does this when a user without linger logs out)"
             )
+
+    def _check_files(self) -> None:
+        """Look at the source's files when it is time to, or when reads have failed."""
+        if self._stale:
+            return
+        failed = self._segments.counters()["failed_reads"]
+        report = self._files.poll(hurry=self._look_soon or failed > self._failed_reads)
+        self._failed_reads, self._look_soon = failed, False
+        if self._files.hangs and not self._hang_said:
+            self._warn("a look at the model's files hangs with their file system; what is resident is served")
+        self._hang_said = self._files.hangs
+        if report is None:
+            return
+        for number, why in report.away.items():
+            if number not in self._away:
+                self._warn(f"{why}: it cannot be looked up; what is resident or open is served on")
+        for number in self._away.keys() - report.away.keys():
+            self._say(f"{self._source.files[number].path}: is back")
+        self._away = report.away
+        if report.changes:
+            self._end_serving(report.changes[0])
+
+    def _end_serving(self, change: Change) -> None:
+        """A file is not what the ring was made for: tell every client, for good."""
+        self._stale, self._state = change.text, "stale"
+        self._prewarm.set_target(0)
+        self._segments.set_changed(change.file, sum(CHANGES[what] for what in change.what))
+        text = f"{change.text}; nothing is served any more: stop this system and start it anew"
+        self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]
+        self._say(f"error: {text}")
 
     def _check_interrupted(self) -> None:
         self._on_signals()

@@ -2,13 +2,15 @@
 
 A model is made whose files have every name and number and no bytes: sparse files, which take no room.  It is
 opened, and its read plans are made, in a process of its own, so that what it takes stands apart from what the
-interpreter and its libraries take anyway: `ru_maxrss` and the clock before and after, both in that process.
+interpreter and its libraries take anyway.  On Linux the peak is the process's own VmHWM; `ru_maxrss` there
+begins with the peak of whoever started it, so it serves only where there is nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,8 @@ __all__ = ["BUILDERS", "GRIDS", "run"]
 GRIDS = ((94, 128), (61, 384))
 WIDTH, HIDDEN = 64, 128
 ROUNDS, QUICK_ROUNDS = 9, 3
+#: Of the vocabulary, and as many merges.
+GGUF_WORDS = 250_000
 SECONDS = Goal("at most", 1.0)
 MIB = Goal("at most", 95.0)  # 100 MB
 
@@ -39,8 +43,12 @@ import json, resource, sys, time
 from smoe_mp import tables
 from smoe_mp.sources import open_source
 def peak_mib():
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**10
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 before, began = peak_mib(), time.perf_counter()
 source = open_source(sys.argv[1])
 opened = time.perf_counter()
@@ -136,11 +144,41 @@ def _smoe(folder: Path, layers: int, experts: int) -> Path:
     return out
 
 
+def _gguf_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _gguf(folder: Path, layers: int, experts: int) -> Path:
+    """Stacks of block types that alternate from layer to layer, behind a vocabulary of the usual size."""
+    words = b"".join(_gguf_text(f"word {i}") for i in range(GGUF_WORDS))
+    keys = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+    pairs = _gguf_text("general.architecture") + struct.pack("<I", 8) + _gguf_text("qwen3moe")
+    pairs += b"".join(_gguf_text(key) + struct.pack("<IIQ", 9, 8, GGUF_WORDS) + words for key in keys)
+    numbers = {"block_count": layers, "expert_count": experts, "expert_used_count": 8}
+    for key, number in numbers.items():
+        pairs += _gguf_text(f"qwen3moe.{key}") + struct.pack("<II", 4, number)
+    table, end = b"", 0
+    for layer in range(layers):
+        for role, cols, rows in (("gate", HIDDEN, WIDTH), ("up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
+            kind, block_bytes = (8, 34) if role == "down" and layer % 2 else (2, 18)  # Q8_0, Q4_0
+            table += _gguf_text(f"blk.{layer}.ffn_{role}_exps.weight")
+            table += struct.pack("<IQQQIQ", 3, cols, rows, experts, kind, end)
+            end += cols // 32 * block_bytes * rows * experts
+            end += -end % 32
+    head = b"GGUF" + struct.pack("<IQQ", 3, 3 * layers, len(keys) + len(numbers) + 1) + pairs + table
+    out = folder / "model.gguf"
+    with out.open("wb") as file:
+        file.write(head)
+        file.truncate(-(-len(head) // 32) * 32 + end)
+    return out
+
+
 #: By the name of the format: a function that makes the files of `layers` x `experts` in a folder, and returns
 #: what is to be opened.
 BUILDERS: dict[str, Callable[[Path, int, int], Path]] = {
     "safetensors": _safetensors,
     "safetensors stacks": _stacked,
+    "gguf": _gguf,
     "manifest": _manifest,
     "smoe": _smoe,
 }

@@ -74,7 +74,8 @@ class FileStatus(Struct, frozen=True):
 
 class RingStatus(Struct, frozen=True):
     """The ring's size in slots and bytes, the pages that it got, how much of it is locked and how much is
-    in memory now, and its slots by state."""
+    in memory now, and its slots by state.  `wasted_bytes`: what stays empty of the slots because experts
+    differ in size, with the mean expert in each."""
 
     slots: int
     slot_bytes: int
@@ -83,6 +84,7 @@ class RingStatus(Struct, frozen=True):
     census: dict[str, int]
     locked_bytes: int = 0
     resident_bytes: int = 0
+    wasted_bytes: int = 0
 
 
 class WorkerStatus(Struct, frozen=True):

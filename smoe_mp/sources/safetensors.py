@@ -48,6 +48,8 @@ __all__ = ["Checkpoint", "SafetensorsFile", "StoredTensor", "open_folder", "open
 ORDER = ("gate", "up", "gate_up", "down")
 #: The table of experts x roles is at least this part full: 1 in 16.
 SPARSEST = 16
+#: Several times what the deepest model has; it bounds the work that config.json alone can cause.
+MAX_LAYERS = 1 << 14
 
 Column = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -93,6 +95,8 @@ class _Wanted:
         self.n_layers = self._number(families.LAYERS_KEYS)
         self.n_experts = self._number(self.family.experts)
         self._check()
+        dense = self.config.get(self.family.layers.dense)
+        self._dense = {n for n in dense if type(n) is int} if isinstance(dense, list) else set()
         self.layers = [n for n in range(self.n_layers) if self._has_experts(n, self.family.layers)]
 
     def refuse(self, what: str) -> VaultError:
@@ -133,6 +137,8 @@ class _Wanted:
             self.n_layers = next((len(k) for k in kinds if isinstance(k, list | str)), 0)
         if not self.n_layers:
             raise self.refuse(f"{CONFIG_NAME}: {families.LAYERS_KEYS[0]} is no whole number above 0")
+        if self.n_layers > MAX_LAYERS:
+            raise self.refuse(f"{CONFIG_NAME}: {self.n_layers} layers, at most {MAX_LAYERS} are accepted")
         cells = self.n_layers * self.n_experts
         if cells > min(MAX_EXPERTS, MAX_GRID_CELLS):
             raise self.refuse(
@@ -145,13 +151,11 @@ class _Wanted:
             kinds = self.config.get(key)
             if isinstance(kinds, list | str):
                 return layer < len(kinds) and kinds[layer] == kind
-        dense = self.config.get(rule.dense)
-        if isinstance(dense, list) and layer in dense:
-            return False
         last = self._rule(rule.last, -1)
         step = max(1, self._rule(rule.step, 1))
         return (
-            self._rule(rule.first, 0) <= layer
+            layer not in self._dense
+            and self._rule(rule.first, 0) <= layer
             and (last < 0 or layer <= last)
             and (layer + rule.shift - self._rule(rule.remainder, 0)) % step == 0
         )
@@ -180,7 +184,7 @@ class _Role:
     def main(self) -> bool:
         """Whether it is a projection's matrix itself."""
         suffixes = families.DENSE_SUFFIXES | families.PACKED_SUFFIXES
-        return self.projection is not None and self.suffix in suffixes
+        return self.projection is not None and self.projection.name in ORDER and self.suffix in suffixes
 
     @property
     def packed(self) -> bool:
@@ -376,7 +380,7 @@ def _check_extent(found: _Found, wanted: _Wanted) -> None:
     for layer in wanted.layers:
         if layer in stacked:
             continue
-        first = next(expert for expert in range(n + 1) if (layer, expert) not in there)
+        first = next((expert for expert in range(n) if (layer, expert) not in there), n)
         if first < n:
             role = found.example(wanted.family.needs[0])
             raise wanted.refuse(
@@ -486,6 +490,11 @@ class _Table:
 # --- is it all there ---------------------------------------------------------------------------------------
 
 
+def _closest(sets: Iterable[frozenset[str]], here: set[str], anywhere: set[str]) -> frozenset[str]:
+    """The set of which most is here, then anywhere; the smallest of several."""
+    return max(sets, key=lambda s: (len(s & here), len(s & anywhere), -len(s)))
+
+
 class _Completeness:
     """The checks that no expert lacks anything."""
 
@@ -532,13 +541,16 @@ class _Completeness:
         return np.asarray(self.has[:, self._mains(projection)].any(axis=1))
 
     def _check_matrices(self) -> None:
-        """Every expert has all matrices of one of the family's sets, the one that its layer has most of."""
+        """Every expert has all matrices of one of the family's sets: the one of which its layer, and then the
+        model, has the most different ones."""
         n = self.wanted.n_experts
         sets = self.wanted.family.needs
         has = {name: self._has(name) for name in sorted(frozenset().union(*sets))}
+        anywhere = {name for name, column in has.items() if column.any()}
         for first in range(0, len(self.table.layer), n):
             rows = slice(first, first + n)
-            needs = max(sets, key=lambda s: sum(int(has[name][rows].sum()) for name in s) / len(s))
+            here = {name for name, column in has.items() if column[rows].any()}
+            needs = _closest(sets, here, anywhere)
             for name in sorted(needs, key=ORDER.index):
                 missing = ~has[name][rows]
                 if missing.any():
@@ -577,13 +589,11 @@ class _Completeness:
         return _Role(role.projection, end, stem + end if role.suffix else f"{stem}.{end}", role.stacked)
 
     def _check_companions(self) -> None:
-        """What some experts of a layer have beside a matrix, all have whose matrix is of the same type."""
-        n = self.wanted.n_experts
-        layer = np.arange(len(self.table.layer)) // n
+        """What some experts have beside a matrix, all have whose matrix is of the same type and shape."""
         for column, role in enumerate(self.table.roles):
             if role.main:
                 continue
-            group = layer
+            group = np.zeros(len(self.table.layer), np.int64)
             mains = self._mains(role.projection.name) if role.projection else []
             for main in mains:
                 _, group = np.unique(
@@ -595,7 +605,7 @@ class _Completeness:
             missing = some[group] & ~has
             if missing.any():
                 raise self._refuse(
-                    int(np.argmax(missing)), role, int(missing.sum()), "other experts of its layer have it"
+                    int(np.argmax(missing)), role, int(missing.sum()), "other experts like it have it"
                 )
 
 

@@ -631,6 +631,47 @@ static void test_gone(void) {
     testring_close(&t);
 }
 
+/* A source file changed: whoever wants bytes that it does not hold is told, and a waiter at once. */
+static void test_stale(void) {
+    struct testring t;
+    testring_open(&t, &SMALL);
+    smoe_ring *a = testring_client(&t);
+    smoe_error e;
+    smoe_hold c, resident = acquire_ok(a, 1);
+    const int64_t one = 1, five = 5;
+    testring_start(&t, 1);
+    CHECK_EQ(smoe_wait(a, &resident, 1, 60000, &e), 0);
+    testring_stop(&t);
+    struct demander d = {.ring = a, .hold = acquire_ok(a, 3)};
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, wait_in_thread, &d) == 0);
+    CHECK_EQ(smoe_set_changed(t.supervisor, a->n_files, SMOE_CHANGED_SIZE), -EINVAL);
+    CHECK_EQ(smoe_set_changed(t.supervisor, 0, 0), -EINVAL);
+    CHECK_EQ(smoe_ring_state(a), SMOE_LIVE);
+    CHECK_EQ(smoe_set_changed(t.supervisor, 0, SMOE_CHANGED_SIZE | SMOE_CHANGED_MTIME), 0);
+    pthread_join(thread, NULL);
+    CHECK_EQ(d.rc, SMOE_ECHANGED);
+    CHECK_EQ(d.error.got, SMOE_CHANGED_SIZE | SMOE_CHANGED_MTIME);
+    CHECK_EQ(smoe_ring_state(a), SMOE_STALE);
+    CHECK_EQ(smoe_acquire(a, 0, &five, 1, &c, 0, &e), SMOE_ECHANGED);
+    CHECK_EQ(e.file, 0);
+    CHECK_EQ(smoe_fetch(a, 0, &one, 1, &c, 0, &e), SMOE_ECHANGED); /* a hit, too */
+    CHECK_EQ(smoe_claim_specific(a, 0, 1, &c, &e), SMOE_ECHANGED);
+    CHECK_EQ(smoe_speculate(a, 0, &five, 1, &e), SMOE_ECHANGED);
+    CHECK_EQ(smoe_wait_any(a, &d.hold, 1, -1, &e), SMOE_ECHANGED);
+    CHECK(testring_bytes_ok(&t, a, &resident)); /* what is held stays */
+    smoe_ring *late = testring_client(&t);      /* a new client attaches, and is told why */
+    CHECK_EQ(smoe_acquire(late, 0, &one, 1, &c, 0, &e), SMOE_ECHANGED);
+    testring_start(&t, 1); /* a worker goes on: it is not its death that is wanted */
+    while (!word_resident(slot_word(a, d.hold.slot)))
+        plat_relax();
+    CHECK_EQ(smoe_release(a, &d.hold, 1), 1);
+    CHECK_EQ(smoe_release(a, &resident, 1), 1);
+    testring_stop(&t);
+    testring_check_quiet(&t);
+    testring_close(&t);
+}
+
 /* A client whose lock descriptor was closed under it (closefrom): judged dead, and told so. */
 static void test_lease_lost(void) {
     struct testring t;
@@ -805,6 +846,7 @@ int main(int argc, char **argv) {
         {"no slot for a moment", test_no_slot_for_a_moment},
         {"a ring that is being stopped", test_stopping},
         {"a ring that is gone", test_gone},
+        {"a source file that changed", test_stale},
         {"a lost lease", test_lease_lost},
         {"a lost lease in the middle of an acquire", test_lease_lost_in_acquire},
         {"right checksums", test_right_sums},

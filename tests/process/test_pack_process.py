@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoints import Model
+from models import Model
 from faultkit import MIB, direct_error, loop_device, make_image, mounted, needs, needs_direct
 from systems import LIMIT_S, smoe_mp
 

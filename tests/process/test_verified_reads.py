@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import Model
+from models import Model
 from systems import Up, smoe_mp
 
 import smoe_mp as smoe

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import BF16, Model, write_safetensors
+from models import BF16, Model, write_safetensors
 
 from smoe_mp import pack as packing
 from smoe_mp._native import lib

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from checkpoints import Model
+from models import Model
 from support import StampedSource, stamped_source
 
 from smoe_mp import inspect as inspecting

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import BF16, Model
+from models import BF16, Model
 from support import StampedSource, stamped_source
 
 from smoe_mp import reader as reading
