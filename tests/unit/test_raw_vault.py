@@ -337,3 +337,27 @@ def test_numbers_that_the_header_cannot_hold_count_as_not_known(tmp_path: Path) 
         out.write_blob(index, bytearray(size))
     out.close()
     assert open_raw(tmp_path / "v.smoe").model.vocab_size == 0
+
+
+# --- from GGUF ---------------------------------------------------------------------------------------------
+
+
+def test_gguf_blocks_biases_and_scales_are_kept(tmp_path: Path) -> None:
+    """Of mixed types, in two files; what is no expert stays there, and the vault says where."""
+    gguffiles = pytest.importorskip("gguffiles")
+    types = (
+        {"gate": "Q4_0", "up": "Q4_0", "down": "Q8_0"},
+        {"gate": "Q5_1", "up": "F16", "down": "BF16"},
+    )
+    files = gguffiles.write_model(
+        tmp_path / "m.gguf", types, biases=True, scales=True, dense_layers=1, tensors_a_part=12
+    )
+    assert len(files) > 1
+    report = pack(files[0], tmp_path / "v.smoe", raw=True)
+    vault = open_raw(tmp_path / "v.smoe")
+    assert_same_tensors(open_source(files[0]), vault)
+    assert (report.scout, vault.origin.scout, vault.origin.format) == ("", "", "gguf")
+    assert [file.name for file in vault.origin.files] == [file.name for file in files]
+    assert [file.bytes for file in vault.origin.files] == [file.stat().st_size for file in files]
+    assert len(vault.layouts) == 2
+    assert {t.dtype for layout in vault.layouts for t in layout} >= {"Q4_0", "Q8_0", "Q5_1", "F16", "BF16"}
