@@ -182,17 +182,25 @@ def test_packed_blocks_without_scales_are_refused(tmp_path: Path) -> None:
     refused(make(recipe, tmp_path / "m"), "'model.layers.0.mlp.experts.gate_up_proj_scales' is missing")
 
 
-def test_the_first_of_other_quantisers_parts_are_there(tmp_path: Path) -> None:
-    """GPTQ: whatever carries the index belongs to the expert, in an order that is not the matrix's."""
-    parts = []
-    for stored, name in (("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down")):
-        for suffix, dtype, shape in (("qweight", "I32", (4, 16)), ("scales", "F16", (1, 16)),
-                                     ("qzeros", "I32", (1, 2)), ("g_idx", "I32", (32,))):  # fmt: skip
-            full = f"mlp.experts.{{e}}.{stored}.{suffix}"
-            parts.append(Part(full, f"{name}.{suffix}" if suffix != "qweight" else f"{name}.qweight", dtype, shape,
-                              "unknown"))  # fmt: skip
-    made = make(Recipe(QWEN.config, tuple(parts), QWEN.moe_layers), tmp_path / "m")
+GPTQ = {
+    "qweight": ("I32", (4, 16)),
+    "scales": ("F16", (1, 16)),
+    "qzeros": ("I32", (1, 2)),
+    "g_idx": ("I32", (32,)),
+}
+
+
+def test_all_that_another_quantiser_writes_belongs_to_the_expert(tmp_path: Path) -> None:
+    """GPTQ: in an order that is not the matrix's."""
+    parts = tuple(
+        Part(f"mlp.experts.{{e}}.{name}_proj.{suffix}", f"{name}.{suffix}", dtype, shape, "unknown")
+        for name in ("gate", "up", "down")
+        for suffix, (dtype, shape) in GPTQ.items()
+    )
+    made = make(Recipe(QWEN.config, parts, QWEN.moe_layers), tmp_path / "m")
     check(open_safetensors(made.folder), made)
+    recipe = Recipe(QWEN.config, tuple(p for p in parts if "scales" not in p.stored), QWEN.moe_layers)
+    refused(make(recipe, tmp_path / "n"), "'model.layers.0.mlp.experts.0.gate_proj.scales' is missing")
 
 
 def test_a_bias_that_one_expert_lacks_is_refused(tmp_path: Path) -> None:
