@@ -19,8 +19,10 @@ from pathlib import Path
 import numpy as np
 from checkpoints import E, Part, Recipe, make, stacks
 
+from smoe_mp.pack import pack
 from smoe_mp.quant import packed_sizes
 from smoe_mp.sources.smoe import ArchBlock
+from smoe_mp.sources.smoe_file import ENTRY_DTYPE
 from smoe_mp.vault_writer import VaultWriter
 
 #: Around the edges of a cache line and of a page, and all in between of the line.
@@ -171,6 +173,31 @@ def _without_a_matrix(built: Built) -> None:
 def _another_number(built: Built) -> None:
     config = built.path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts": 5}))
+
+
+# --- .smoe version 3 ---------------------------------------------------------------------------------------
+
+
+@builder("smoe 3")
+def smoe_3(folder: Path, remainders: Sequence[int]) -> Built:
+    """Of a checkpoint with every kind of companion, in which the experts lie at all remainders."""
+    (folder / "from").mkdir()
+    source = _safetensors(folder / "from", (*_ODD, _ODD_BIAS_SCALE), remainders)
+    path = folder / "model.smoe"
+    pack(source.path, path, raw=True)
+    return Built(path, source.tensors, (path,))
+
+
+@damage("smoe 3", "another layout for one expert", "expert 2 of layer 0", "layout 9, but the description has")
+def _another_layout(built: Built) -> None:
+    raw = bytearray(built.path.read_bytes())
+    np.frombuffer(raw, ENTRY_DTYPE, E, 64)["group_size"][2] = 9
+    built.path.write_bytes(raw)
+
+
+@damage("smoe 3", "a name changed in the description", "CRC-32C", "description at")
+def _another_name(built: Built) -> None:
+    built.path.write_bytes(built.path.read_bytes().replace(b'"down.bias"', b'"down.bios"', 1))
 
 
 # --- manifests ---------------------------------------------------------------------------------------------
