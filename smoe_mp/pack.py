@@ -13,7 +13,9 @@ its scout is.  A pack that was killed left two `.partial` files, which the next 
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -338,11 +340,17 @@ def _check_name(out: Path) -> None:
 
 def _check_place(path: Path | None, source: Source, force: bool) -> None:
     """Nothing is there, or may be replaced; least of all the source itself."""
-    if path is None or not (path.exists() or path.is_symlink()):
+    if path is None:
         return
-    if path.is_dir():
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise VaultError(f"{path}: {error.strerror} (errno {error.errno})") from error
+    if stat.S_ISDIR(there.st_mode):
         raise VaultError(f"{path}: a folder is in the way")
-    if any(file.path.exists() and path.exists() and path.samefile(file.path) for file in source.files):
+    if (there.st_dev, there.st_ino) in {(file.dev, file.ino) for file in source.files}:
         raise ConfigError(f"{path}: that is the source itself: give the vault another name")
     if not force:
         raise VaultError(f"{path}: is there already: --force replaces it")

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -40,6 +42,7 @@ class SourceReader:
         self._files: Sequence[SourceFile] = source.files
         self._fds: list[int] = []
         self._local = threading.local()
+        _allow_files()
         try:
             found = [_mode(file) for file in self._files]
             self.modes = [mode for mode, _ in found]
@@ -124,6 +127,14 @@ class SourceReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _allow_files() -> None:
+    """Raise the limit of open files to what is allowed: a model may have more than the usual 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS refuses "infinity"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _mode(file: SourceFile) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -55,7 +56,8 @@ class Scout:
     def write(self, out: PartialFile, advance: Callable[[int], None]) -> None:
         """Write the file into `out`, without publishing it; `advance` is told the bytes copied.
 
-        VaultError where a file of the checkpoint is not the one that was opened, or ends early.
+        VaultError where a file of the checkpoint cannot be read or ends early.  That it is the one that was
+        opened is seen afterwards, when the experts' reader compares all files.
         """
         out.write(self._header, 0)
         at = len(self._header)
@@ -84,15 +86,15 @@ def _dense(checkpoint: Checkpoint, source: Source) -> Iterator[tuple[Safetensors
 
 
 class _Files:
-    """The checkpoint's files, one open at a time, since the tensors come by type and name."""
+    """The checkpoint's files, one open at a time: there may be more than a process may have open."""
 
     def __init__(self) -> None:
-        self._fds: dict[Path, int] = {}
+        self._path, self._fd = Path(), -1
         self._buffer = memoryview(bytearray(PIECE_BYTES))
 
     def pieces(self, file: SafetensorsFile, tensor: StoredTensor) -> Iterator[memoryview]:
         """The tensor's bytes; each piece is written over by the next one."""
-        fd, done = self._fd(file), 0
+        fd, done = self._open(file.path), 0
         while done < tensor.nbytes:
             want = min(PIECE_BYTES, tensor.nbytes - done)
             try:
@@ -112,17 +114,23 @@ class _Files:
             done += got
             yield self._buffer[:got]
 
-    def _fd(self, file: SafetensorsFile) -> int:
-        if file.path not in self._fds:
+    def _open(self, path: Path) -> int:
+        if path != self._path or self._fd < 0:
+            self.close()
             try:
-                self._fds[file.path] = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise VaultError(f"{file.path}: open: {error.strerror} (errno {error.errno})") from error
-        return self._fds[file.path]
+                raise VaultError(f"{path}: open: {error.strerror} (errno {error.errno})") from error
+            self._path = path
+        return self._fd
 
-    def __enter__(self) -> _Files:
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
+        self.close()

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from models import Model
 from faultkit import MIB, direct_error, loop_device, make_image, mounted, needs, needs_direct
+from models import Model, write_safetensors
 from systems import LIMIT_S, smoe_mp
 
 from smoe_mp.sources import open_source
@@ -189,6 +189,28 @@ def _grow(source: Path, to: Path, experts: int) -> None:
     with (to / "model.safetensors").open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text + raw[8 + length :])
         out.truncate(8 + len(text) + end)
+
+
+def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:
+    """The soft limit is raised; 70 files, and 40 allowed."""
+    model = Model(layers=1, experts=70)
+    source = model.folder(tmp_path / "m", "qwen3_moe", {})
+    (source / "model.safetensors").unlink()
+    for (layer, expert), arrays in model.weights.items():
+        stem = f"model.layers.{layer}.mlp.experts.{expert}"
+        tensors = {f"{stem}.{name}_proj.weight": array for name, array in arrays.items()}
+        write_safetensors(source / f"model-{expert + 1:05}-of-00070.safetensors", tensors)
+
+    def limited(*arguments: str | Path) -> int:
+        return subprocess.run(
+            ["prlimit", "--nofile=40:4096", sys.executable, "-m", "smoe_mp", *map(str, arguments)],
+            check=False, capture_output=True, timeout=LIMIT_S,
+        ).returncode  # fmt: skip
+
+    needs("prlimit")
+    assert limited("pack", source, tmp_path / "v.smoe", "--raw") == 0
+    assert limited("verify", source) == 0
+    assert len(open_source(tmp_path / "v.smoe").experts) == 70
 
 
 # --- verify ------------------------------------------------------------------------------------------------

@@ -352,3 +352,12 @@ def test_bfloat16_is_widened_exactly() -> None:
     from smoe_mp.weights import _float32  # noqa: PLC0415
 
     assert _float32(every, "BF16").tobytes() == every.astype(np.float32).tobytes()
+
+
+def test_a_name_that_is_too_long_and_a_folder_in_the_way(model: Model, tmp_path: Path) -> None:
+    source = model.per_expert(tmp_path / "m")
+    assert "File name too long" in refusal(source, tmp_path / ("v" * 300 + ".smoe"))
+    (tmp_path / "v.smoe").mkdir()
+    assert "a folder is in the way" in refusal(source, tmp_path / "v.smoe", force=True)
+    assert "no such file" in refusal(tmp_path / "nothing", tmp_path / "w.smoe").lower()
+    assert "nowhere: statvfs: No such file" in refusal(source, tmp_path / "nowhere" / "v.smoe")
