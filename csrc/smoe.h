@@ -326,6 +326,10 @@ int smoe_crc32c_instruction(void);
  * rounded to float16.  -ERANGE: a weight is not finite or too large for a float16; -EINVAL: other bits. */
 int smoe_quantize(const float *weights, uint64_t groups, int bits, const float *candidates, unsigned char *codes,
                   float *scales);
+/* Where the first infinity or NaN is in an array of floating-point numbers of width 1, 2, 4 or 8 bytes: its offset in
+ * bytes, -1: there is none, -EINVAL: another width.  mask: all bits but the sign; least: the smallest of what is left
+ * of a number that is not finite. */
+int64_t smoe_find_not_finite(const void *data, uint64_t bytes, uint32_t width, uint64_t mask, uint64_t least);
 uint32_t smoe_sizeof(uint32_t record); /* of the records, in smoe_tables' order, then header and slot */
 const char *smoe_strerror(int code);
 /* [cffi: to here] */

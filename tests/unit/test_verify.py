@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from models import BF16, Model
@@ -19,7 +20,7 @@ from smoe_mp.pack import pack
 from smoe_mp.reader import SourceReader
 from smoe_mp.sources import open_source
 from smoe_mp.sources.base import Source
-from smoe_mp.verify import Report, verify
+from smoe_mp.verify import Report, _first_not_finite, verify
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +191,31 @@ def test_the_command(
     report = json.loads(capsys.readouterr().out)
     assert [(bad["layer"], bad["expert"], bad["offset"]) for bad in report["bad"]] == [(0, 1, extent.offset)]
     assert run(monkeypatch, "verify", tmp_path / "nothing.smoe") == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        ("F16", np.float16),
+        ("BF16", BF16),
+        ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+        ("F8_E5M2", ml_dtypes.float8_e5m2),
+        ("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+    ],
+)
+def test_every_value_of_the_small_types(dtype: str, kind: type) -> None:
+    """By numpy's own idea of what is finite; at any address, in blocks before and behind."""
+    width = np.dtype(kind).itemsize
+    every = np.arange(256**width, dtype=f"<u{width}")
+    finite = np.isfinite(every.view(kind).astype(np.float32))
+    good = every[finite]
+    room = np.empty(10 + 3 * len(good) * width, np.uint8)
+    raw = room[1 : 1 + 3 * len(good) * width]
+    raw[:] = np.tile(good, 3).view(np.uint8)
+    assert _first_not_finite(raw, dtype) is None
+    for place, bad in enumerate(every[~finite][:500]):
+        at = (place * 977) % (3 * len(good)) * width
+        before = raw[at : at + width].copy()
+        raw[at : at + width] = np.array([bad]).view(np.uint8)
+        assert _first_not_finite(raw, dtype) == at
+        raw[at : at + width] = before
