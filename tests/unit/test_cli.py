@@ -28,7 +28,19 @@ from smoe_mp.control.commands import (
     WorkerStatus,
 )
 
-COMMANDS = ("up", "down", "status", "workers", "prewarm", "size", "doctor", "inspect", "demo")
+COMMANDS = (
+    "up",
+    "down",
+    "status",
+    "workers",
+    "prewarm",
+    "size",
+    "doctor",
+    "inspect",
+    "pack",
+    "verify",
+    "demo",
+)
 
 
 @pytest.fixture(autouse=True)
