@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import RECIPES, E, H, I, Made, Part, Recipe, each, make, stacks, write_folder
+from checkpoints import RECIPES, E, F, H, Made, Part, Recipe, each, make, stacks, write_folder
 from safetensors import safe_open
 
 from smoe_mp.errors import VaultError
@@ -52,7 +52,7 @@ def test_every_family_s_names(tmp_path: Path, name: str, shards: int) -> None:
     made = make(RECIPES[name], tmp_path / "m", shards=shards)
     source = open_safetensors(made.folder)
     check(source, made)
-    assert (source.model.d_model, source.model.ffn_dim, source.model.top_k) == (H, I, 2)
+    assert (source.model.d_model, source.model.ffn_dim, source.model.top_k) == (H, F, 2)
     assert source.model.extra["experts_per_layer"] == E
 
 
