@@ -285,6 +285,16 @@ def test_too_many_dimensions_for_a_client_are_refused(tmp_path: Path) -> None:
     refused(make(Recipe(QWEN.config, parts, QWEN.moe_layers), tmp_path / "m"), "'deep'", "5 dimensions")
 
 
+def test_a_shape_of_a_type_that_is_not_known_is_bounded(tmp_path: Path) -> None:
+    """Found by fuzzing: its bytes say nothing of its shape, and 2^64 - 1 does not fit a ring's record."""
+    parts = (*each("mlp."), Part("mlp.experts.{e}.new", "new", "F8_NEW", (3,), "unknown"))
+    made = make(Recipe(QWEN.config, parts, QWEN.moe_layers), tmp_path / "m")
+    name = "model.layers.0.mlp.experts.2.new"
+    made.tensors[name] = ("F8_NEW", (2**64 - 1,), made.tensors[name][2])
+    write_folder(made)
+    refused(made, "'new'", "18446744073709551615")
+
+
 def test_a_tensor_without_bytes_is_refused(tmp_path: Path) -> None:
     parts = (*each("mlp."), Part("mlp.experts.{e}.empty", "empty", "U8", (0,), "unknown"))
     message = refused(make(Recipe(QWEN.config, parts, QWEN.moe_layers), tmp_path / "m"))
