@@ -297,6 +297,7 @@ _config = settings(
 )
 
 
+@pytest.mark.timeout(0)
 @_config
 @given(
     header=st.dictionaries(st.text(max_size=12), _entry | _json, max_size=5) | _json,
@@ -315,6 +316,7 @@ def test_headers_from_nothing(tmp_path_factory: pytest.TempPathFactory, header: 
     assert all(8 + len(raw) <= begin <= end <= path.stat().st_size for begin, end in ends)
 
 
+@pytest.mark.timeout(0)
 @_config
 @given(data=st.binary(max_size=200))
 def test_files_from_nothing(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
