@@ -192,6 +192,7 @@ np.save(out, made.transpose(1, 2).contiguous().view(torch.uint16).numpy())
 """
 
 
+@pytest.mark.slow
 def test_mxfp4_is_transformers_own(tmp_path: Path) -> None:
     """In a process of its own, since torch brings threads along."""
     data, scales = random_bytes(6, 2, 8, 4, 16), random_bytes(7, 2, 8, 4) % 254
@@ -252,7 +253,7 @@ def odd_floats() -> F32:
 
 @FORMS
 def test_rounding_of_any_float(plain: bool) -> None:
-    """A float8 of 1 times a scale is that scale; all of a tile of 1 x 17 are the same, by sixteens and alone."""
+    """A float8 of 1 times a scale is that scale; a tile's are the same, by sixteens and alone."""
     kind, floats = TYPES["F8_E4M3", True], odd_floats()
     for scales in np.array_split(floats, 40):
         data = np.full((1, 128 * (len(scales) - 1) + 17), 0x38, np.uint8)  # 1.0
