@@ -217,7 +217,7 @@ class Expert:
             return t.dequantize()
         info = self.tensors[name]
         try:
-            if info.dtype.startswith("F8_") and info.dtype != "F8_E8M0":
+            if info.dtype in scaled.FLOAT8:
                 return self._scaled(name, t)
             if info.dtype in ("F64", "F32", "F16", "BF16"):
                 return t.astype(np.float32)

@@ -85,7 +85,8 @@ FILE = np.dtype(
 RECORDS = (EXPERT, WINDOW, PART, MOVE, LAYOUT, TENSOR, FILE)
 
 _ALIGN = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 16, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 16, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
+    "U16": 2,
 }  # fmt: skip
 
 

@@ -251,16 +251,22 @@ _PLACED = (
 
 
 def placed_model(
-    layers: Sequence[int], experts: int, remainders: Sequence[int], *, alignment: int, first: int = 0
+    layers: Sequence[int],
+    experts: int,
+    remainders: Sequence[int],
+    *,
+    alignment: int,
+    more: Mapping[str, tuple[int, Any]] | None = None,
 ) -> tuple[HandMade, dict[tuple[int, int], dict[str, bytes]]]:
     """A file with the layers `layers`, whose stacks begin at `remainders` (modulo 4096; rounded down to what
-    the alignment allows), and the bytes of each expert's tensors by name."""
-    rng = np.random.default_rng(len(layers) + first)
+    the alignment allows), and the bytes of each expert's tensors by name.  `more` pairs make it a part."""
+    rng = np.random.default_rng(layers[0])
     made = HandMade(alignment=alignment, tensors=[])
     made.pairs |= {
         "general.alignment": (U32, alignment),
         "qwen3moe.expert_count": (U32, experts),
         "qwen3moe.block_count": (U32, 0),
+        **(more or {}),
     }
     wanted: dict[tuple[int, int], dict[str, bytes]] = {(i, e): {} for i in layers for e in range(experts)}
     for layer in layers:

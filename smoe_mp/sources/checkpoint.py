@@ -373,10 +373,10 @@ def _read_index(path: Path) -> dict[str, str]:
 def _indexed_files(index: Path, weight_map: dict[str, str]) -> list[Path]:
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not name or "/" in name or "\0" in name or name in (".", ".."):
+        if not name.isprintable() or "/" in name or name in ("", ".", ".."):
             raise VaultError(f"{index}: {name!r} is no name of a file beside the index")
     files = [index.parent / name for name in names]
-    missing = [file.name for file in files if not file.exists() and not file.is_symlink()]
+    missing = [file.name for file in files if not os.path.lexists(file)]
     if missing:
         raise VaultError(
             f"{index.parent}: {_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing:"
@@ -463,7 +463,7 @@ def _read_whole(path: Path, kind: str, limit: int) -> bytearray:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """config.json as plain data; {} where there is none.  NaN and Infinity, which some have, are read."""
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         return {}
     raw = _read_whole(path, "a config.json", MAX_CONFIG_BYTES)
     try:

@@ -245,8 +245,8 @@ UNKNOWN = Family(
         kinds=(("mlp_layer_types", "sparse"), ("layers_block_type", "moe"), ("moe_layer_freq", 1)),
     ),
     needs=(
-        frozenset({"gate_up", "down"}),
         frozenset({"gate", "up", "down"}),
+        frozenset({"gate_up", "down"}),
         frozenset({"up", "down"}),
     ),
 )

@@ -41,8 +41,8 @@ import numpy.typing as npt
 
 from smoe_mp.errors import ConfigError, VaultError
 from smoe_mp.sources.base import Column, ExpertTable, ModelFacts, SourceFile, Tensor
+from smoe_mp.sources.checks import MAX_EXPERTS, MAX_GRID_CELLS
 from smoe_mp.sources.gguf_file import BLOCKS, GgufArray, GgufFile, GgufTensor, Value, read_gguf, shown, times
-from smoe_mp.sources.smoe import MAX_EXPERTS, MAX_GRID_CELLS
 
 __all__ = ["GgufModel", "dequantize", "open_gguf"]
 

@@ -300,7 +300,7 @@ class _Reader:
             name: GgufTensor(name, sizes, type_, data_offset + offset, nbytes)
             for name, (sizes, type_, offset, nbytes) in entries.items()
         }
-        self._check_places(tensors, data_offset)
+        self._check_places(tensors)
         digest = self.header.digest()
         return GgufFile(
             self.file.path, version, alignment, metadata, tensors, data_offset, self.file.identity(digest)
@@ -456,7 +456,7 @@ class _Reader:
             )
         return elements // block * block_bytes
 
-    def _check_places(self, tensors: dict[str, GgufTensor], data_offset: int) -> None:
+    def _check_places(self, tensors: dict[str, GgufTensor]) -> None:
         """Every tensor inside the file, none over another."""
         for t in tensors.values():
             end = t.offset + (t.nbytes or 0)

@@ -183,25 +183,32 @@ def write_manifest(source: Source, path: Path) -> None:
     Files below the manifest's folder get relative paths, others absolute ones.  VaultError where it cannot be
     written, naming the system call.
     """
+    try:
+        text = msgspec.json.encode(_describe(source, path))
+    except UnicodeEncodeError as error:
+        raise VaultError(f"{path}: a name in {source.path} is not UTF-8: {error}") from error
+    _write_new(path, text)
+
+
+def _describe(source: Source, path: Path) -> _Manifest:
     model = source.model
-    text = msgspec.json.encode(
-        _Manifest(
-            format=FORMAT,
-            version=VERSION,
-            files=[_File(_path_from(path, file.path), file.size) for file in source.files],
-            layouts=[
-                [_Tensor(t.name, t.dtype, t.shape, t.part, t.offset, t.nbytes, t.tag) for t in layout]
-                for layout in source.layouts
-            ],
-            experts=[
-                _Expert(
-                    x.layer, x.expert, [(e.file, e.offset, e.length) for e in x.extents], x.layout, x.crc32c
-                )
-                for x in source.experts
-            ],
-            model=_Model(**{name: getattr(model, name) for name in _Model.__struct_fields__}),
-        )
+    return _Manifest(
+        format=FORMAT,
+        version=VERSION,
+        files=[_File(_path_from(path, file.path), file.size) for file in source.files],
+        layouts=[
+            [_Tensor(t.name, t.dtype, t.shape, t.part, t.offset, t.nbytes, t.tag) for t in layout]
+            for layout in source.layouts
+        ],
+        experts=[
+            _Expert(x.layer, x.expert, [(e.file, e.offset, e.length) for e in x.extents], x.layout, x.crc32c)
+            for x in source.experts
+        ],
+        model=_Model(**{name: getattr(model, name) for name in _Model.__struct_fields__}),
     )
+
+
+def _write_new(path: Path, text: bytes) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError as error:

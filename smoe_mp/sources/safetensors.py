@@ -264,19 +264,27 @@ class _Found:
             return f"{prefix}layers.{layer}.{module}{role.stored}"
         return f"{prefix}layers.{layer}.{self.module}experts.{expert}.{role.stored}"
 
-    def example(self, projections: Iterable[str]) -> _Role:
-        """How this checkpoint names the matrix of the first of some projections, or would."""
-        projection = min(projections, key=ORDER.index)
+    def example(self, projection: str) -> _Role:
+        """How this checkpoint names the projection's matrix, or would."""
         for role in self.roles:
             if role.main and role.projection and role.projection.name == projection:
                 return role
-        family, stacked = self.wanted.family, any(role.stacked for role in self.roles)
-        if family.each and not stacked:
-            p = next(p for p in family.each if p.name == projection)
-            return _Role(p, "weight", p.stored + ".weight", False)
-        p = next(p for p in family.stacks if p.name == projection)
-        suffix = "" if p.stored.startswith("experts.") else ".weight"
-        return _Role(p, suffix[1:], p.stored + suffix, True)
+        family = self.wanted.family
+        each = [_Role(p, "weight", p.stored + ".weight", False) for p in family.each if p.name == projection]
+        stacks = [
+            _Role(p, "", p.stored + ("" if p.stored.startswith("experts.") else ".weight"), True)
+            for p in family.stacks
+            if p.name == projection
+        ]
+        stacked = any(role.stacked for role in self.roles)
+        return (stacks + each if stacked else each + stacks)[0]
+
+    def first_needed(self) -> _Role:
+        """The first matrix that an expert of this checkpoint should have."""
+        found = {role.projection.name for role in self.roles if role.main and role.projection}
+        sets = self.wanted.family.needs
+        needs = _closest(sets, found, found) if found else sets[0]
+        return self.example(min(needs, key=ORDER.index))
 
     def _look_at(self, name: str, file: int, row: int) -> None:
         prefix, found, rest = name.partition("layers.")
@@ -382,7 +390,7 @@ def _check_extent(found: _Found, wanted: _Wanted) -> None:
             continue
         first = next((expert for expert in range(n) if (layer, expert) not in there), n)
         if first < n:
-            role = found.example(wanted.family.needs[0])
+            role = found.first_needed()
             raise wanted.refuse(
                 f"{found.stored_name(layer, first, role)!r} is missing, and all else of expert {first} of"
                 f" layer {layer}; {CONFIG_NAME} (model_type {wanted.model_type!r}) says {len(wanted.layers)}"
@@ -555,7 +563,7 @@ class _Completeness:
                 missing = ~has[name][rows]
                 if missing.any():
                     row = first + int(np.argmax(missing))
-                    example = self.found.example([name])
+                    example = self.found.example(name)
                     raise self._refuse(row, example, int(missing.sum()), self._count(has, sets))
 
     def _count(self, has: dict[str, Mask], sets: tuple[frozenset[str], ...]) -> str:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SCALE_SUFFIXES", "dequantize"]
+__all__ = ["FLOAT8", "SCALE_SUFFIXES", "dequantize"]
 
+#: Types of weights.  F8_E8M0 is none: it has exponents alone, and scales others.
+FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 #: Behind a matrix's name, the name of its scales.
 SCALE_SUFFIXES = (".weight_scale_inv", ".scale_inv", ".weight_scale", ".scale")
 

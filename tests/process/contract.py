@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from checkpoints import E, Part, Recipe, make, stacks
+from gguffiles import I32, U16, placed_model
 
 from smoe_mp.pack import pack
 from smoe_mp.quant import packed_sizes
@@ -198,6 +200,54 @@ def _another_layout(built: Built) -> None:
 @damage("smoe 3", "a name changed in the description", "CRC-32C", "description at")
 def _another_name(built: Built) -> None:
     built.path.write_bytes(built.path.read_bytes().replace(b'"down.bias"', b'"down.bios"', 1))
+# --- GGUF --------------------------------------------------------------------------------------------------
+
+
+@builder("gguf")
+def gguf_one(folder: Path, remainders: Sequence[int]) -> Built:
+    """With an alignment of 1, so that a stack may begin anywhere, and two layouts in turn."""
+    made, tensors = placed_model(range(len(remainders)), E, remainders, alignment=1)
+    path = made.write(folder / "model.gguf")
+    return Built(path, tensors, (path,))
+
+
+@builder("gguf 2 in parts")
+def gguf_split(folder: Path, remainders: Sequence[int]) -> Built:
+    """Version 2, the usual alignment; even layers in the first part, odd ones in the second."""
+    files: list[Path] = []
+    tensors: dict[tuple[int, int], dict[str, bytes]] = {}
+    total = 4 * len(remainders)
+    for number in range(2):
+        split = {"split.no": (U16, number), "split.count": (U16, 2), "split.tensors.count": (I32, total)}
+        layers = range(number, len(remainders), 2)
+        made, wanted = placed_model(layers, E, remainders[number::2], alignment=32, more=split)
+        made.version = 2
+        files.append(made.write(folder / f"model-0000{number + 1}-of-00002.gguf"))
+        tensors |= wanted
+    return Built(files[1], tensors, tuple(files))
+
+
+@damage("gguf", "the last byte is gone", "blk.1.ffn_gate_exps.scale", "1 bytes are missing")
+def _gguf_short(built: Built) -> None:
+    os.truncate(built.path, built.path.stat().st_size - 1)
+
+
+@damage("gguf", "one stack is gone", "ffn_up_exps.weight is missing")
+def _gguf_without_a_stack(built: Built) -> None:
+    raw = built.path.read_bytes()
+    built.path.write_bytes(raw.replace(b"blk.1.ffn_up_exps.weight", b"blk.1.ffn_un_exps.weight"))
+
+
+@damage("gguf 2 in parts", "the first part is gone", "of which 1 are missing: model-00001-of-00002.gguf")
+def _gguf_without_a_part(built: Built) -> None:
+    built.files[0].unlink()
+
+
+@damage("gguf 2 in parts", "the other byte order", "other byte order", "model-00001-of-00002.gguf")
+def _gguf_swapped(built: Built) -> None:
+    with built.files[0].open("r+b") as file:
+        file.seek(4)
+        file.write((3).to_bytes(4, "big"))
 
 
 # --- manifests ---------------------------------------------------------------------------------------------

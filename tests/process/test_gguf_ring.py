@@ -57,10 +57,11 @@ def test_bytes_and_weights(tmp_path: Path, shape: dict[str, object]) -> None:
                     tensor = read[f"blk.{row.layer}.ffn_{role}_exps.{suffix or 'weight'}"]
                     share = np.asarray(tensor.data[row.expert])
                     assert part.tobytes() == share.tobytes(), (index, name)
-                    if suffix or tensor.tensor_type.name in ("Q8_K", "Q2_K", "IQ1_S", "IQ4_XS"):
-                        continue  # made of any bytes, or no matrix
-                    weights = gguf.quants.dequantize(share, tensor.tensor_type)
-                    assert expert.dequantize(name).tobytes() == weights.astype(np.float32).tobytes()
+                    if suffix or tensor.tensor_type.name == "Q8_K":
+                        continue  # no matrix, or a type that gguf-py cannot dequantise
+                    with np.errstate(all="ignore"):  # of any bytes scales may be infinite
+                        weights = gguf.quants.dequantize(share, tensor.tensor_type)
+                        assert expert.dequantize(name).tobytes() == weights.astype(np.float32).tobytes()
 
 
 def test_what_cannot_be_dequantised(tmp_path: Path) -> None:

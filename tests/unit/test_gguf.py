@@ -319,6 +319,21 @@ def test_a_part_that_is_short(split: list[Path]) -> None:
         open_gguf(split[0])
 
 
+def test_parts_that_are_links(split: list[Path], tmp_path: Path) -> None:
+    """As in the cache of Hugging Face: the files themselves have names that say nothing."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(split):
+        path.rename(blobs / f"{number:064x}")
+        path.symlink_to(blobs / f"{number:064x}")
+    model = open_gguf(split[2])
+    assert [file.path for file in model.files] == split
+    assert [file.ino for file in model.files] == [(blobs / f"{n:064x}").stat().st_ino for n in range(4)]
+    (blobs / f"{1:064x}").unlink()
+    with pytest.raises(VaultError, match=r"m-00002-of-00004\.gguf: a symbolic link to .*, where there is no"):
+        open_gguf(split[2])
+
+
 def test_a_folder(tmp_path: Path) -> None:
     with pytest.raises(VaultError, match="no GGUF file"):
         open_gguf(tmp_path)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import random
+from pathlib import Path
 
 import numpy as np
+import plans_one_by_one
 import pytest
 
 from smoe_mp import tables
 from smoe_mp._native import lib
-from smoe_mp.sources.base import Extent, Tensor
+from smoe_mp.sources.base import Expert, ExpertTable, Extent, ModelFacts, PlainSource, SourceFile, Tensor
 
 PAGE = 4096
 
@@ -200,3 +203,60 @@ def test_tables_of_a_source(source) -> None:  # type: ignore[no-untyped-def]
     strings = t.strings.removesuffix(b"\0").split(b"\0")
     assert len(strings) == len(set(strings))
     assert t.strings[t.files["path"][1] :].split(b"\0")[0].decode() == str(source.files[1].path)
+
+
+def scattered(rng: random.Random) -> PlainSource:
+    """Experts of three layouts, of one to five extents at any places of two files, in any order."""
+    layouts, parts = [], []
+    for _ in range(3):
+        parts.append(rng.randint(1, 5))
+        tensors = [
+            Tensor(
+                f"{part} {i}",
+                rng.choice(("F32", "F64", "BF16", "U8")),
+                (1,),
+                part,
+                rng.choice((0, 1, 2, 4, 12)),
+                8,
+            )
+            for part in range(parts[-1])
+            for i in range(rng.randint(0, 2))
+        ]
+        layouts.append(tuple(tensors))
+    experts = []
+    for i in range(rng.randint(1, 20)):
+        layout, room = rng.randrange(3), rng.choice((20_000, 100_000))
+        extents = tuple(
+            Extent(rng.randrange(2), rng.randrange(room), rng.choice((20, 400, 4096, 9000)))
+            for _ in range(parts[layout])
+        )
+        experts.append(Expert(i % 4, i // 4, extents, layout, rng.randrange(5)))
+    files = tuple(SourceFile(Path(f"/{i}"), 1, 2, 10**6, 3, bytes(16)) for i in range(2))
+    return PlainSource("test", Path("/"), files, ExpertTable.of(experts), tuple(layouts), ModelFacts())
+
+
+@pytest.mark.parametrize("align", [512, 4096, 16384])
+def test_tables_made_by_columns_are_those_made_one_by_one(align: int) -> None:
+    """Bit by bit, whatever the order and places of the extents."""
+    for seed in range(100):
+        source = scattered(random.Random(seed))
+        made = tables.build(source, align)
+        wanted, most = plans_one_by_one.build(source, align)
+        for name, rows in wanted.items():
+            assert getattr(made, name).tobytes() == rows.tobytes(), (seed, name)
+        assert 0 <= made.slot_bytes - most < 16384
+        for x in source.experts:
+            layout = source.layouts[x.layout]
+            assert tables.plan(x.extents, layout, align) == plans_one_by_one.plan(x.extents, layout, align)
+
+
+def test_experts_as_columns_are_the_same_experts() -> None:
+    source = scattered(random.Random(1))
+    experts = tuple(source.experts)
+    again = ExpertTable.of(experts)
+    assert tuple(again) == experts == tuple(again[i] for i in range(len(experts)))
+    assert ExpertTable.of(again) is again
+    assert (again[-1], again[1:3]) == (experts[-1], experts[1:3])
+    assert again.bytes.tolist() == [sum(e.length for e in x.extents) for x in experts]
+    with pytest.raises(IndexError):
+        _ = again[len(experts)]
