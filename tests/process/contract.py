@@ -200,6 +200,8 @@ def _another_layout(built: Built) -> None:
 @damage("smoe 3", "a name changed in the description", "CRC-32C", "description at")
 def _another_name(built: Built) -> None:
     built.path.write_bytes(built.path.read_bytes().replace(b'"down.bias"', b'"down.bios"', 1))
+
+
 # --- GGUF --------------------------------------------------------------------------------------------------
 
 
