@@ -244,11 +244,11 @@ def test_a_disk_that_loses_its_end(model: Path, tmp_path: Path) -> None:
 
 def test_verify_ends_by_ctrl_c(model: Path) -> None:
     program = """
-        import sys
+        import os, sys
         from smoe_mp import reader, cli
         read = reader.SourceReader.read
         def wait(self, extents):
-            print("there", flush=True)
+            os.write(1, b"there\\n")  # in one piece: several threads come here
             sys.stdin.read()
             return read(self, extents)
         reader.SourceReader.read = wait
