@@ -56,7 +56,7 @@ chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
 
 bench: $(VENV)/.ready ## the short benchmarks
-	for what in hit miss idle io; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
+	for what in hit miss idle io dequant; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
 
 setup: $(VENV)/.ready ## only the virtual environment
 
