@@ -273,6 +273,9 @@ def test_both_forms_agree(data: st.DataObject) -> None:
     seed, dtype = data.draw(st.integers(0, 1 << 30)), data.draw(st.sampled_from(DTYPES))
     blocks = random_bytes(seed, kind.data_nbytes(shape))
     scales = random_bytes(seed + 1, kind.scales_nbytes(shape)) if kind.scale_nbytes else None
+    if scales is not None and kind.tile:  # of NaN times NaN, C leaves open which one comes out
+        factors = scales.view(np.float32)
+        factors[np.isnan(factors)] = np.inf
     one, other = (decode(kind, blocks, shape, dtype, plain=plain, scales=scales) for plain in (False, True))
     assert_same_bits(one, other)
 
