@@ -38,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped_pack(model: Path, out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A pack that waits in the middle of its experts, until it is signalled or its stdin ends."""
     program = """
-        import sys, threading
+        import signal, sys, threading
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # of a job in the background it is ignored
         from smoe_mp import pack, cli
         from smoe_mp.raw_writer import RawWriter
         from smoe_mp.vault_writer import VaultWriter
@@ -244,7 +245,8 @@ def test_a_disk_that_loses_its_end(model: Path, tmp_path: Path) -> None:
 
 def test_verify_ends_by_ctrl_c(model: Path) -> None:
     program = """
-        import os, sys
+        import os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         from smoe_mp import reader, cli
         read = reader.SourceReader.read
         def wait(self, extents):
