@@ -59,6 +59,8 @@ def test_status_json(up: Up, vault: Path, ring_name: str) -> None:
         "format": "smoe",
         "experts": 24,
         "bytes": vault.stat().st_size,
+        "verify": False,
+        "checksums": 0,
     }
     assert [file["path"] for file in status["files"]] == [str(vault)]
     assert status["files"][0]["mode"] in ("direct", "buffered", "bounce", "memory")
