@@ -108,7 +108,8 @@ def stem(model: Path, most: int = NAME_MAX) -> str:
     else:
         name = model.name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:most].strip("-.")
-    name = name.removesuffix(".d").strip("-.")  # .d marks a data segment
+    if name.endswith(".d"):  # which marks a data segment
+        name = f"{name[:-2]}-d"
     return name or "model"
 
 
