@@ -28,7 +28,7 @@ from rich.table import Table
 from smoe_mp import inspect as inspecting
 from smoe_mp import models, segments
 from smoe_mp.bench.cli import app as bench_app
-from smoe_mp.config import OPTIONS, LoadedConfig, for_model, load, render
+from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
 from smoe_mp.control.client import ControlClient, no_ring
 from smoe_mp.control.commands import (
     FileStatus,
@@ -46,8 +46,9 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import run_demo
 from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
-from smoe_mp.fit import fit
+from smoe_mp.fit import fit, slots_in
 from smoe_mp.process import ExitWatch
+from smoe_mp.run import Sampling, speak
 from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_path, version
 from smoe_mp.sizing import Sizing
 from smoe_mp.sources import open_source
@@ -403,6 +404,82 @@ def _layer_and_expert(text: str) -> tuple[int, int]:
     if not (layer.isascii() and layer.isdigit() and expert.isascii() and expert.isdigit()):
         raise ConfigError(f"--expert {text}: not LAYER:EXPERT, two whole numbers")
     return int(layer[:9]), int(expert[:9])
+
+
+@app.command(
+    help="Text from a model whose experts stream from disk; without -p, a conversation.\n\n"
+    'Example: smoe-mp run Qwen3-30B-A3B/ -p "Why is the sky blue?"'
+)
+def run(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="What smoe-mp up takes as a model; a vault with its scout file."
+        ),
+    ],
+    *,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this alone.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself: no chat template.")] = False,
+    system: Annotated[
+        str, typer.Option("--system", metavar="TEXT", help="The system's message, for a chat template.")
+    ] = "",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=1, help="At most so many tokens an answer.")
+    ] = 512,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="X", help="Of the sampling; 0: greedy. Default: the model's."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="X", help="Sample of the likeliest tokens with this probability."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Of the sampling.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    ring: Annotated[
+        str, typer.Option("--ring", metavar="NAME", help="Use this running system, not one of its own.")
+    ] = "",
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=0, help="Threads that compute; 0: as torch chooses.")
+    ] = 0,
+    ring_slots: Annotated[
+        int | None, typer.Option("--ring-slots", metavar="N", min=1, max=65535, help="Slots of its own ring.")
+    ] = None,
+    memory: Annotated[
+        int | None, typer.Option("--memory", metavar="MIB", min=1, help="Memory of its own ring, in MiB.")
+    ] = None,
+    worker_count: Annotated[int | None, _override("workers.count")] = None,
+    spec: Annotated[int | None, _override("speculation.ranks")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer and its figures as JSON, at the end.")
+    ] = False,
+) -> None:
+    own = {"--ring-slots": ring_slots, "--memory": memory, "--workers": worker_count, "--spec": spec}
+    given = [flag for flag, value in own.items() if value is not None]
+    if ring and given:
+        raise ConfigError(f"{given[0]} is for a system of its own, and --ring {ring} names one that runs")
+    if ring_slots and memory:
+        raise ConfigError("--ring-slots and --memory both say how large the ring is: give one")
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, greedy=greedy)
+    slots = ring_slots or 0
+    if memory is not None:
+        slots = slots_in(open_source(models.resolve(model)), memory * MIB)
+    options = {"slots": slots, "workers": worker_count, "ranks": spec}
+    raise typer.Exit(
+        speak(
+            model,
+            prompt,
+            sampling,
+            ring=ring,
+            threads=threads,
+            options=options,
+            system=system,
+            raw=raw,
+            as_json=as_json,
+        )
+    )
 
 
 app.add_typer(bench_app, name="bench")
