@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -75,7 +76,10 @@ def main() -> None:
         text = " ".join(str(error).split())
         print(f"smoe-mp: error: {text}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != 130:
+            raise
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be a traceback of the interpreter's end
         sys.exit(130)
 
 

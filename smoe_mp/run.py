@@ -132,7 +132,7 @@ class Speaker:
         self.text = _text_of(streamed, path, int(config.vocab_size))
         self._context = int(getattr(config, "max_position_embeddings", 0) or 0)  # 0: it does not say
         self._stops = _stops(self._model.generation_config)
-        self._cache: Any = None
+        self._cache: dict[str, Any] = {}  # by the name that generate has for it, which differs by version
         self._held: list[int] = []  # the tokens in the cache
         if sampling.seed is not None:
             self._torch.manual_seed(sampling.seed)
@@ -165,8 +165,8 @@ class Speaker:
 
         room = self._context - len(prompt) if self._context else self._sampling.max_tokens
         ids = torch.tensor([prompt])
-        keeps = self._cache is not None and prompt[: len(self._held)] == self._held
-        cache, self._cache = (self._cache if keeps and len(prompt) > len(self._held) else None), None
+        goes_on = len(prompt) > len(self._held) and prompt[: len(self._held)] == self._held
+        cache, self._cache = (self._cache if goes_on else {}), {}
         with torch.inference_mode():
             made = self._model.generate(
                 input_ids=ids,
@@ -176,17 +176,17 @@ class Speaker:
                 stopping_criteria=[stopped],
                 pad_token_id=min(self._stops, default=0),
                 return_dict_in_generate=True,
-                **({} if cache is None else {"past_key_values": cache}),
+                **cache,
                 **self._sampling.arguments(),
             )
         self._keep(made)
 
     def _keep(self, made: Any) -> None:
         """Keep the cache for the next answer, if it says what it holds."""
-        cache = getattr(made, "past_key_values", None)
-        length = getattr(cache, "get_seq_length", None)
+        name = next((n for n in ("cache", "past_key_values") if made.get(n) is not None), "")
+        length = getattr(made.get(name), "get_seq_length", None)
         if length is not None and (n := int(length())) > 0:
-            self._cache, self._held = cache, made.sequences[0, :n].tolist()
+            self._cache, self._held = {name: made[name]}, made.sequences[0, :n].tolist()
 
     def _counted(
         self, text: str, prompt_tokens: int, streamer: Streamer, before: dict[str, Any], *, interrupted: bool
@@ -280,7 +280,13 @@ def served(path: Path, ring: str, options: dict[str, Any]) -> Iterator[str]:
     with launch.private_system(path, **options) as system:
         for warning in system.warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        yield system.name
+        try:
+            yield system.name
+        finally:
+            # Its end is bounded, and a Ctrl-C must not cut it short.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            system.stop()
+            signal.signal(signal.SIGINT, before)
 
 
 def once(speaker: Speaker, conversation: Conversation, prompt: str, *, as_json: bool) -> int:
