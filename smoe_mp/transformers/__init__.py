@@ -30,7 +30,13 @@ from typing import Any
 from smoe_mp.errors import ModelError
 from smoe_mp.ring import Ring, attach
 from smoe_mp.segments import difference_to
-from smoe_mp.transformers.checkpoint import Checkpoint, load_tokenizer, missing_weights, open_checkpoint
+from smoe_mp.transformers.checkpoint import (
+    Checkpoint,
+    folder_of,
+    load_tokenizer,
+    missing_weights,
+    open_checkpoint,
+)
 from smoe_mp.transformers.experts import IMPLEMENTATION
 from smoe_mp.transformers.families import MODEL_TYPES
 from smoe_mp.transformers.model import bind, ring_of, streamed_class
@@ -127,13 +133,13 @@ def _check_ring(ring: Ring, checkpoint: Checkpoint) -> None:
 
 def _load(checkpoint: Checkpoint, kwargs: dict[str, Any]) -> Any:
     """The dense part, by from_pretrained of the class that has no experts."""
-    cls = streamed_class(checkpoint.model_class, checkpoint.source)
     if not checkpoint.model_class._can_set_experts_implementation():
         raise ModelError(
             f"{checkpoint.path}: {checkpoint.model_class.__name__} of this transformers takes no experts"
             " implementation of another's (transformers>=5.8 is needed)"
         )
-    where, dense = _dense(checkpoint, cls)
+    cls = streamed_class(checkpoint.model_class, checkpoint.source)
+    where, dense = _dense(checkpoint, cls, kwargs)
     model, info = cls.from_pretrained(
         where,
         config=checkpoint.config,
@@ -147,12 +153,16 @@ def _load(checkpoint: Checkpoint, kwargs: dict[str, Any]) -> Any:
     return model
 
 
-def _dense(checkpoint: Checkpoint, cls: Any) -> tuple[str | None, dict[str, Any] | None]:
+def _dense(
+    checkpoint: Checkpoint, cls: Any, kwargs: dict[str, Any]
+) -> tuple[str | None, dict[str, Any] | None]:
     """What from_pretrained is given: a folder, or weights by name."""
     source = checkpoint.source
     if source.format == "safetensors":
-        return str(source.path if source.path.is_dir() else source.path.parent), None
-    module: Any = importlib.import_module(
-        "smoe_mp.transformers.gguf" if source.format == "gguf" else "smoe_mp.transformers.scout"
-    )
-    return None, module.dense_weights(source, checkpoint.config, cls)
+        return str(folder_of(source)), None
+    if source.format == "smoe":
+        scout: Any = importlib.import_module("smoe_mp.transformers.scout")
+        return None, scout.dense_weights(source)
+    gguf: Any = importlib.import_module("smoe_mp.transformers.gguf")
+    kwargs["dtype"] = gguf.dtype_of(kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None))
+    return None, gguf.dense_weights(source, checkpoint.config, cls, kwargs["dtype"])
