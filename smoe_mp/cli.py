@@ -26,9 +26,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from smoe_mp import inspect as inspecting
-from smoe_mp import segments
+from smoe_mp import models, segments
 from smoe_mp.bench.cli import app as bench_app
-from smoe_mp.config import OPTIONS, load
+from smoe_mp.config import OPTIONS, LoadedConfig, for_model, load, render
 from smoe_mp.control.client import ControlClient, no_ring
 from smoe_mp.control.commands import (
     FileStatus,
@@ -49,6 +49,7 @@ from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
 from smoe_mp.fit import fit
 from smoe_mp.process import ExitWatch
 from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_path, version
+from smoe_mp.sizing import Sizing
 from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
 from smoe_mp.supervisor import Supervisor
@@ -95,26 +96,49 @@ def _options(
 def _override(key: str) -> Any:
     """The flag of an option of the configuration, with the option's own words."""
     option = OPTIONS[key]
-    return typer.Option(option.flag, metavar="N", help=f"Override {key}: {option.meaning}")
+    metavar = "NAME" if key == "name" else "N"
+    return typer.Option(option.flag, metavar=metavar, help=f"Override {key}: {option.meaning}")
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG|MODEL",
+        help="The configuration, a TOML file; or a model itself (safetensors folder, GGUF file, .smoe vault,"
+        " manifest, or a hub id in the local cache) with defaults for the rest.",
+    ),
+]
+
+
+def _loaded(target: str, overrides: dict[str, int | str | None]) -> LoadedConfig:
+    """The configuration that `target` is, or that of the model that it names."""
+    if not models.names_model(target):
+        return load(target, overrides)
+    model = models.resolve(target)
+    return for_model(model, models.free_name(model), overrides)
 
 
 @app.command(
     help="Start a system in the foreground; Ctrl-C stops it.\n\nExample: smoe-mp up my.toml --ring 96"
 )
 def up(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")],
+    target: Target,
+    *,
+    name: Annotated[str | None, _override("name")] = None,
     ring: Annotated[int | None, _override("ring.slots")] = None,
     slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
     worker_count: Annotated[int | None, _override("workers.count")] = None,
     spec: Annotated[int | None, _override("speculation.ranks")] = None,
+    parent: Annotated[int, typer.Option("--parent", metavar="PID", min=0, hidden=True)] = 0,
 ) -> None:
-    overrides = {
+    overrides: dict[str, int | str | None] = {
+        "name": name,
         "ring.slots": ring,
         "ring.slot_mb": slot_mb,
         "workers.count": worker_count,
         "speculation.ranks": spec,
     }
-    loaded = load(config, overrides)
+    loaded = _loaded(target, overrides)
     path = _socket_to_make(loaded.config.name)
     say = _line_printer()
 
@@ -123,7 +147,7 @@ def up(
         say(f"control: {path}")
         return server
 
-    Supervisor(loaded, say).run(open_control)
+    Supervisor(loaded, say, parent).run(open_control)
 
 
 def _socket_to_make(name: str) -> Path:
@@ -233,26 +257,78 @@ def prewarm(
 
 
 @app.command(
-    help="Show how large a ring a configuration gets on this machine, without starting it.\n\n"
+    help="Show how large a ring a configuration or model gets on this machine, without starting it.\n\n"
     "Example: smoe-mp size my.toml"
 )
 def size(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")],
+    target: Target,
     ring: Annotated[int | None, _override("ring.slots")] = None,
     slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
     as_json: AsJson = False,
 ) -> None:
-    loaded = load(config, {"ring.slots": ring, "ring.slot_mb": slot_mb})
-    source = open_source(loaded.vault_path)
-    result = fit(loaded, source, segments.read_align([segments.probe(f.path) for f in source.files]))
+    result = _sized(_loaded(target, {"ring.slots": ring, "ring.slot_mb": slot_mb}))
     if as_json:
         print(json.dumps(dataclasses.asdict(result) | {"data_bytes": result.data_bytes}, indent=2))
-        return
+    else:
+        _print_sizing(result)
+
+
+def _sized(loaded: LoadedConfig) -> Sizing:
+    source = open_source(loaded.vault_path)
+    return fit(loaded, source, segments.read_align([segments.probe(f.path) for f in source.files]))
+
+
+def _print_sizing(result: Sizing) -> None:
     print(result.line)
     for text in result.notes:
         print(f"note: {text}")
     for text in result.warnings:
         print(f"warning: {text}")
+
+
+@app.command(
+    help="Write a configuration for a model, to be edited, and show the ring that it gets on this machine."
+    "\n\nExample: smoe-mp init model.gguf my.toml"
+)
+def init(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="What smoe-mp up takes as a model.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="The file to write; by default <ring name>.toml.")
+    ] = None,
+    *,
+    name: Annotated[str | None, _override("name")] = None,
+    ring: Annotated[int | None, _override("ring.slots")] = None,
+    slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
+    worker_count: Annotated[int | None, _override("workers.count")] = None,
+    spec: Annotated[int | None, _override("speculation.ranks")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> None:
+    path = models.resolve(model)
+    overrides: dict[str, int | str | None] = {
+        "name": name,
+        "ring.slots": ring,
+        "ring.slot_mb": slot_mb,
+        "workers.count": worker_count,
+        "speculation.ranks": spec,
+    }
+    loaded = for_model(path, models.free_name(path), overrides)
+    segments.check_name(loaded.config.name)
+    sized = _sized(loaded)  # what cannot work is refused before anything is written
+    out = out or Path(f"{loaded.config.name}.toml")
+    _write_new(out, render(loaded), force)
+    _print_sizing(sized)
+    print(f"{out}: start it with smoe-mp up {out}")
+
+
+def _write_new(path: Path, text: str, force: bool) -> None:
+    """Write a file that must not be there yet, unless by `force`."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path}: there already; --force overwrites it") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the configuration: {error.strerror}") from error
 
 
 @app.command(
