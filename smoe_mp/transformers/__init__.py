@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from smoe_mp.errors import ModelError
+from smoe_mp.launch import PrivateSystem, private_system
 from smoe_mp.ring import Ring, attach
 from smoe_mp.segments import difference_to
 from smoe_mp.transformers.checkpoint import (
@@ -49,6 +50,7 @@ _REFUSED = {
     "state_dict": "weights come from the path",
     "gguf_file": "give the file as the path",
     "subfolder": "give the folder as the path",
+    "revision": "give the snapshot's folder as the path",
     "quantization_config": "experts come as they are stored",
     "tp_plan": "one process runs one model",
     "tp_size": "one process runs one model",
@@ -80,13 +82,10 @@ def load(
     model; VaultError for files that do not add up or lack weights; and what `attach` raises.
     """
     _check_arguments(kwargs)
-    checkpoint = open_checkpoint(path, config, kwargs.pop("revision", None))
-    name, owner = ring, None
-    if name is None:
-        owner = _private_system(checkpoint, system or {})
-        name = owner.name
+    checkpoint = open_checkpoint(path, config)
+    owner = private_system(checkpoint.path, **(system or {})) if ring is None else None
     try:
-        attached = attach(name, label="transformers")
+        attached = attach(owner.name if owner else str(ring), label="transformers")
         _check_ring(attached, checkpoint)
         model = _load(checkpoint, kwargs)
         model._smoe_stream.threads = threads
@@ -100,7 +99,7 @@ def load(
     return model
 
 
-def _stop(owner: Any) -> None:
+def _stop(owner: PrivateSystem) -> None:
     owner.stop()
 
 
@@ -115,11 +114,6 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"device_map={device_map!r}: streamed experts run on the CPU only, not yet on {device}"
             )
-
-
-def _private_system(checkpoint: Checkpoint, options: Mapping[str, Any]) -> Any:
-    launch: Any = importlib.import_module("smoe_mp.launch")
-    return launch.private_system(checkpoint.path, **options)
 
 
 def _check_ring(ring: Ring, checkpoint: Checkpoint) -> None:
