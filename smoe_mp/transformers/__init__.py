@@ -28,9 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from smoe_mp.errors import ModelError
+from smoe_mp.launch import PrivateSystem, private_system
 from smoe_mp.ring import Ring, attach
 from smoe_mp.segments import difference_to
-from smoe_mp.transformers.checkpoint import Checkpoint, load_tokenizer, missing_weights, open_checkpoint
+from smoe_mp.transformers.checkpoint import (
+    Checkpoint,
+    folder_of,
+    load_tokenizer,
+    missing_weights,
+    open_checkpoint,
+)
 from smoe_mp.transformers.experts import IMPLEMENTATION
 from smoe_mp.transformers.families import MODEL_TYPES
 from smoe_mp.transformers.model import bind, ring_of, streamed_class
@@ -43,6 +50,7 @@ _REFUSED = {
     "state_dict": "weights come from the path",
     "gguf_file": "give the file as the path",
     "subfolder": "give the folder as the path",
+    "revision": "give the snapshot's folder as the path",
     "quantization_config": "experts come as they are stored",
     "tp_plan": "one process runs one model",
     "tp_size": "one process runs one model",
@@ -74,13 +82,10 @@ def load(
     model; VaultError for files that do not add up or lack weights; and what `attach` raises.
     """
     _check_arguments(kwargs)
-    checkpoint = open_checkpoint(path, config, kwargs.pop("revision", None))
-    name, owner = ring, None
-    if name is None:
-        owner = _private_system(checkpoint, system or {})
-        name = owner.name
+    checkpoint = open_checkpoint(path, config)
+    owner = private_system(checkpoint.path, **(system or {})) if ring is None else None
     try:
-        attached = attach(name, label="transformers")
+        attached = attach(owner.name if owner else str(ring), label="transformers")
         _check_ring(attached, checkpoint)
         model = _load(checkpoint, kwargs)
         model._smoe_stream.threads = threads
@@ -94,7 +99,7 @@ def load(
     return model
 
 
-def _stop(owner: Any) -> None:
+def _stop(owner: PrivateSystem) -> None:
     owner.stop()
 
 
@@ -111,11 +116,6 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def _private_system(checkpoint: Checkpoint, options: Mapping[str, Any]) -> Any:
-    launch: Any = importlib.import_module("smoe_mp.launch")
-    return launch.private_system(checkpoint.path, **options)
-
-
 def _check_ring(ring: Ring, checkpoint: Checkpoint) -> None:
     """The ring is one of this very model: files, experts, tensors."""
     if why := difference_to(ring._open().ptr, ring.name, checkpoint.source):
@@ -127,13 +127,13 @@ def _check_ring(ring: Ring, checkpoint: Checkpoint) -> None:
 
 def _load(checkpoint: Checkpoint, kwargs: dict[str, Any]) -> Any:
     """The dense part, by from_pretrained of the class that has no experts."""
-    cls = streamed_class(checkpoint.model_class, checkpoint.source)
     if not checkpoint.model_class._can_set_experts_implementation():
         raise ModelError(
             f"{checkpoint.path}: {checkpoint.model_class.__name__} of this transformers takes no experts"
             " implementation of another's (transformers>=5.8 is needed)"
         )
-    where, dense = _dense(checkpoint, cls)
+    cls = streamed_class(checkpoint.model_class, checkpoint.source)
+    where, dense = _dense(checkpoint, cls, kwargs)
     model, info = cls.from_pretrained(
         where,
         config=checkpoint.config,
@@ -147,12 +147,16 @@ def _load(checkpoint: Checkpoint, kwargs: dict[str, Any]) -> Any:
     return model
 
 
-def _dense(checkpoint: Checkpoint, cls: Any) -> tuple[str | None, dict[str, Any] | None]:
+def _dense(
+    checkpoint: Checkpoint, cls: Any, kwargs: dict[str, Any]
+) -> tuple[str | None, dict[str, Any] | None]:
     """What from_pretrained is given: a folder, or weights by name."""
     source = checkpoint.source
     if source.format == "safetensors":
-        return str(source.path if source.path.is_dir() else source.path.parent), None
-    module: Any = importlib.import_module(
-        "smoe_mp.transformers.gguf" if source.format == "gguf" else "smoe_mp.transformers.scout"
-    )
-    return None, module.dense_weights(source, checkpoint.config, cls)
+        return str(folder_of(source)), None
+    if source.format == "smoe":
+        scout: Any = importlib.import_module("smoe_mp.transformers.scout")
+        return None, scout.dense_weights(source)
+    gguf: Any = importlib.import_module("smoe_mp.transformers.gguf")
+    kwargs["dtype"] = gguf.dtype_of(kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None))
+    return None, gguf.dense_weights(source, checkpoint.config, cls, kwargs["dtype"])

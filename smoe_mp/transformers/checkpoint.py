@@ -19,11 +19,12 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from smoe_mp.errors import ModelError, VaultError
+from smoe_mp.models import resolve
 from smoe_mp.sources import open_source
 from smoe_mp.sources.base import Source
 from smoe_mp.transformers.families import MODEL_TYPES
 
-__all__ = ["Checkpoint", "load_tokenizer", "open_checkpoint", "resolve"]
+__all__ = ["Checkpoint", "folder_of", "load_tokenizer", "missing_weights", "open_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +38,10 @@ class Checkpoint:
     model_class: Any
 
 
-def resolve(path: str | Path, revision: str | None = None) -> Path:
-    """The path itself where there is such a file or folder, else the folder of a hub id in the local cache.
-
-    Nothing is fetched from a network.  ModelError where it is neither.
-    """
-    given = Path(path).expanduser()
-    if given.exists():
-        return given
-    hub: Any = importlib.import_module("huggingface_hub")
-    try:
-        return Path(hub.snapshot_download(str(path), revision=revision, local_files_only=True))
-    except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError, OSError) as error:
-        raise ModelError(
-            f"{path}: no file or folder, and no model of that name in the local cache"
-            f" ({hub.constants.HF_HUB_CACHE}): fetch it with `hf download {path}`, or give its path"
-        ) from error
-
-
-def open_checkpoint(path: str | Path, config: Any = None, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, config: Any = None) -> Checkpoint:
     """Open and check the model at `path`.  `config`: a PreTrainedConfig, its fields, or the path of a
     config.json, in place of the model's own."""
-    where = resolve(path, revision)
+    where = resolve(path)
     source = open_source(where)
     chosen = _given(config) if config is not None else _own_config(source)
     model_class = _class_of(chosen, source)
@@ -66,10 +49,10 @@ def open_checkpoint(path: str | Path, config: Any = None, revision: str | None =
     return Checkpoint(where, source, chosen, model_class)
 
 
-def load_tokenizer(path: str | Path, *, revision: str | None = None, **kwargs: Any) -> Any:
+def load_tokenizer(path: str | Path, **kwargs: Any) -> Any:
     """The tokenizer of the model at `path`: of a folder or hub id its own, of a GGUF file the one in it, of a
     vault the one whose files lie beside it.  ModelError where there is none."""
-    where = resolve(path, revision)
+    where = resolve(path)
     folder = where if where.is_dir() else where.parent
     if where.suffix == ".gguf":
         kwargs["gguf_file"] = where.name

@@ -41,8 +41,11 @@ def streamed_class(cls: Any, source: Source) -> Any:
 
 
 def bind(model: Any, ring: Ring) -> None:
-    """Let the experts of a model of `streamed_class` come from `ring`."""
-    model.requires_grad_(False)
+    """Let the experts of a model of `streamed_class` come from `ring`.
+
+    Parameters go on requiring gradients, although none can be had: torch.matmul chooses its kernel by that, and
+    results would differ in their last bits from the resident model's.
+    """
     model._smoe_stream.bind(ring)
     if ring.speculation_ranks:
         for layer in model._smoe_layers.values():
@@ -96,8 +99,13 @@ def _strip_module(stream: Stream, name: str, module: Any, experts: _Experts) -> 
         )
     layer = ExpertLayer(stream, int(found[1]), name)
     for parameter, value in list(module._parameters.items()):
-        if value is None or value.ndim < 2 or not parameter.removesuffix("_bias").endswith("_proj"):
+        if value is None or value.ndim < 2:
             continue
+        if not parameter.removesuffix("_bias").endswith("_proj"):
+            raise ModelError(
+                f"{name}.{parameter}: not known here, and its {list(value.shape)} would be allocated: another"
+                " transformers than those of docs/transformers.md?"
+            )
         if value.dtype not in _DTYPES:
             raise ModelError(
                 f"{name}.{parameter}: {value.dtype}: wanted is one of {', '.join(map(str, _DTYPES))}"
@@ -194,13 +202,6 @@ def _overrides(cls: Any) -> dict[str, Callable[..., Any]]:
             raise ModelError("streamed experts cannot be trained: they are read-only and not all in memory")
         return cls.train(self, mode)
 
-    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
-        if requires_grad:
-            raise ModelError(
-                "no gradients through streamed experts: they are read-only and not all in memory"
-            )
-        return cls.requires_grad_(self, requires_grad)
-
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         _refuse_move(self, device, dtype)
@@ -212,7 +213,7 @@ def _overrides(cls: Any) -> dict[str, Callable[..., Any]]:
             " was loaded from are the model"
         )
 
-    made = {"train": train, "requires_grad_": requires_grad_, "to": to, "__call__": __call__}
+    made = {"train": train, "to": to, "__call__": __call__}
     made |= {"save_pretrained": save_pretrained, "push_to_hub": save_pretrained}
     if hasattr(cls, "generate"):
         made["generate"] = generate

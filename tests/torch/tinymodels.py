@@ -35,6 +35,7 @@ _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
 }
 
 #: Family to the stem of its classes and what its configuration has beyond COMMON.
