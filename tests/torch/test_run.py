@@ -23,6 +23,7 @@ pytest.importorskip("jinja2", reason="needs jinja2, for chat templates")
 
 import tinymodels  # noqa: E402
 from support import SHM, shm_of  # noqa: E402
+from wordmodels import prompted, resident, write_words  # noqa: E402
 
 from smoe_mp import cli  # noqa: E402
 from smoe_mp import run as running  # noqa: E402
@@ -32,10 +33,6 @@ from smoe_mp.run import Conversation, Sampling, Speaker  # noqa: E402
 pytestmark = pytest.mark.timeout(300)
 
 LIMIT_S = 120  # a bound for what always happens, so that a fault ends the test
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +59,7 @@ def bytewise(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def words(folder: Path) -> Path:
     """Another with a byte-level tokenizer and a chat template."""
-    path: Path = tinymodels.write(
-        "qwen3_moe", folder / "words", torch.float32, vocab_size=300, eos_token_id=256
-    )
-    tokenizers: Any = pytest.importorskip("tokenizers")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: number for number, character in enumerate(alphabet)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<end>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(path)
-    return path
+    return write_words(folder / "words")
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +67,6 @@ def system(words: Path) -> Iterator[PrivateSystem]:
     with private_system(words, slots=20, workers=2) as running:
         yield running
     assert shm_of(running.name) == []
-
-
-def resident(path: Path, ids: list[int], tokens: int) -> list[int]:
-    """The greedy tokens of the model with all its experts in memory."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager")
-    made = model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    found: list[int] = made[0, len(ids) :].tolist()
-    return found
 
 
 def speaker(path: Path, system: PrivateSystem, said: list[str], tokens: int = 12) -> Speaker:
@@ -109,7 +85,7 @@ def test_an_answer_is_the_resident_models(words: Path, system: PrivateSystem) ->
     said: list[str] = []
     one = speaker(words, system, said)
     prompt = Conversation(one.text).prompt("Why?")
-    assert one.text.decode(prompt) == "<user>Why?\n<assistant>"
+    assert one.text.decode(prompt) == prompted("Why?")
     answer = one.answer(prompt)
     tokens = resident(words, prompt, 12)
     assert answer.text == "".join(said) == one.text.decode(tokens)
