@@ -708,8 +708,8 @@ def _adopt(wanted: _Wanted, slots: int) -> Segments | str:
 def difference_to(ring: Any, name: str, source: Source) -> str:
     """In what the attached ring is not one of the model `source`; "" if in nothing.
 
-    Held against each other are experts, read plans, tensors with their types, shapes and tags, and every file's
-    device, inode, size, time of change and header.  `ring`: a client's handle.
+    Held against each other are experts, read plans, tensors with their types, shapes and tags, and every
+    file's device, inode, size, time of change and header.  `ring`: a client's handle.
     """
     info = ffi.new("smoe_info *")
     lib.smoe_get_info(ring, info)

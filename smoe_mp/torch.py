@@ -159,6 +159,6 @@ def _memory(expert: Expert, info: TensorInfo) -> Any:
     """The tensor's bytes as a ctypes array over the ring, which owns a hold: writable as far as torch can
     tell, so that it does not warn."""
     array = expert._view(info.offset, (info.nbytes,), "|u1")
-    memory = (ctypes.c_ubyte * info.nbytes).from_address(array.__array_interface__["data"][0])
+    memory: Any = (ctypes.c_ubyte * info.nbytes).from_address(array.__array_interface__["data"][0])
     memory.owner = array
     return memory

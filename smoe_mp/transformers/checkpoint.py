@@ -88,8 +88,8 @@ def _own_config(source: Source) -> Any:
         scout: Any = importlib.import_module("smoe_mp.transformers.scout")
         return scout.config_of(source)
     raise ModelError(
-        f"{source.path}: a {source.format} has experts only; a model needs its other weights as well: give the"
-        " folder, GGUF file or vault"
+        f"{source.path}: a {source.format} has experts only; a model needs its other weights as well: give"
+        " the folder, GGUF file or vault"
     )
 
 

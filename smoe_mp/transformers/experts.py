@@ -1,9 +1,9 @@
 """The experts of one layer, streamed, under the family's own code.
 
 transformers keeps the experts of a layer as stacked parameters, `gate_up_proj[expert]`, `down_proj[expert]`,
-and lets a registered function run in place of the module's forward.  Ours runs that very forward (the family's
-eager one: biases, clamps and gates come with it), with each parameter replaced by a `StreamedWeight` whose
-`[expert]` is a view over the ring:
+and lets a registered function run in place of the module's forward.  Ours runs that very forward (the
+family's eager one: biases, clamps and gates come with it), with each parameter replaced by a
+`StreamedWeight` whose `[expert]` is a view over the ring:
 
     router ──► top_k_index ──► Pass: demand what is wanted, in ascending order, in waves
                                  │
@@ -23,6 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -211,13 +212,18 @@ class StreamedWeight:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ModelError(
-            f"{self.name}.{name}: these experts are streamed, and only the family's eager code runs on them"
-            f" (experts_implementation={IMPLEMENTATION!r})"
-        )
+        raise self._misused(f".{name}")
 
     def __getitem__(self, expert: Any) -> Any:
+        if isinstance(expert, slice | tuple | list) or (torch.is_tensor(expert) and expert.ndim):
+            raise self._misused("[several]")
         return _slice(self.layer.expert_of_pass(int(expert)), self)
+
+    def _misused(self, how: str) -> ModelError:
+        return ModelError(
+            f"{self.name}{how}: these experts are streamed, and only the family's eager code runs on them"
+            f" (experts_implementation={IMPLEMENTATION!r})"
+        )
 
 
 def _slice(expert: Expert, weight: StreamedWeight) -> Any:
@@ -251,7 +257,7 @@ def _adjacent(expert: Expert, recipe: Recipe) -> torch.Tensor | None:
         return None
     infos = [expert.tensors[name] for name in recipe.names]
     first = infos[0]
-    for one, next_one in zip(infos, infos[1:], strict=False):
+    for one, next_one in pairwise(infos):
         if next_one.offset != one.offset + one.nbytes or next_one.dtype != first.dtype:
             return None
     if first.dtype not in ("F32", "F16", "BF16"):
@@ -283,14 +289,15 @@ class ExpertLayer:
 
     @property
     def n_experts(self) -> int:
-        return next(iter(self.weights.values())).shape[0]
+        first: StreamedWeight = next(iter(self.weights.values()))
+        return int(first.shape[0])
 
     def expert_of_pass(self, expert: int) -> Expert:
         running: Pass | None = getattr(self.stream.local, "running", None)
         if running is None or running.layer is not self:
             raise ModelError(
-                f"{self.name}: expert {expert} is wanted outside of a pass; these experts are streamed, and only"
-                f" experts_implementation={IMPLEMENTATION!r} runs on them"
+                f"{self.name}: expert {expert} is wanted outside of a pass; these experts are streamed, and"
+                f" only experts_implementation={IMPLEMENTATION!r} runs on them"
             )
         return running.expert(expert)
 

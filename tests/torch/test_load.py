@@ -110,8 +110,8 @@ def test_two_models_and_a_resident_one_in_one_process(
     assert_alike(one, reference)
     assert_alike(two, resident(other))
     assert_alike(plain, transformers.AutoModelForCausalLM.from_pretrained(other))
+    plain.set_experts_implementation("smoe")
     with pytest.raises(ModelError, match=r"is for models that smoe_mp.transformers.load gave"):
-        plain.set_experts_implementation("smoe")
         plain(prompt())
 
 
@@ -232,7 +232,9 @@ def test_misuse_is_refused(path: Path, streamed: Load, use: Callable[[Any], Any]
 @pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
 def test_another_experts_implementation_computes_nothing_wrong(path: Path, streamed: Load, name: str) -> None:
     model = streamed(path)
-    model.set_experts_implementation(name)
+    with pytest.raises(ModelError, match=r"streamed experts run with 'smoe' alone"):
+        model.set_experts_implementation(name)
+    model.config._experts_implementation = name
     with pytest.raises(ModelError, match=r"streamed"), torch.no_grad():
         model(prompt())
 
