@@ -43,8 +43,8 @@ def streamed_class(cls: Any, source: Source) -> Any:
 def bind(model: Any, ring: Ring) -> None:
     """Let the experts of a model of `streamed_class` come from `ring`.
 
-    Parameters go on requiring gradients, although none can be had: torch.matmul chooses its kernel by that, and
-    results would differ in their last bits from the resident model's.
+    Parameters go on requiring gradients, although none can be had: torch.matmul chooses its kernel by that,
+    and results would differ in their last bits from the resident model's.
     """
     model._smoe_stream.bind(ring)
     if ring.speculation_ranks:

@@ -130,7 +130,7 @@ def test_a_wanted_dtype_is_that_of_the_resident_model(path: Path, streamed: Load
         assert torch.equal(model(prompt()).logits, wanted(prompt()).logits)
 
 
-# --- the ring ------------------------------------------------------------------------------------------------
+# --- the ring ----------------------------------------------------------------------------------------------
 
 
 def test_the_busy_flag_is_up_for_the_time_of_a_request(path: Path) -> None:
@@ -200,7 +200,7 @@ def test_no_private_system_is_left_by_a_load_that_fails(path: Path, monkeypatch:
     assert_nothing_left(names[0])
 
 
-# --- refusals ------------------------------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
