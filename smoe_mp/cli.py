@@ -26,11 +26,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from smoe_mp import inspect as inspecting
-<<<<<<< HEAD
-from smoe_mp import models, segments
-=======
-from smoe_mp import segments, vault_cli
->>>>>>> integ
+from smoe_mp import models, segments, vault_cli
 from smoe_mp.bench.cli import app as bench_app
 from smoe_mp.config import OPTIONS, LoadedConfig, for_model, load, render
 from smoe_mp.control.client import ControlClient, no_ring
