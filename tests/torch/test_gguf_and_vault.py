@@ -53,7 +53,8 @@ def test_a_gguf_file_is_the_model_that_transformers_makes_of_it(
 
 
 def test_a_gguf_file_has_its_tokenizer(tmp_path: Path) -> None:
-    path = ggufmodels.write_gguf(tmp_path / "model.gguf", tinymodels.build("qwen3_moe", torch.float32))
+    model = tinymodels.build("qwen3_moe", torch.float32, **WIDE)
+    path = ggufmodels.write_gguf(tmp_path / "model.gguf", model)
     tokenizer = smoe_mp.transformers.load_tokenizer(path)
     ids = tokenizer("cabbage").input_ids
     assert tokenizer.decode(ids) == "cabbage"

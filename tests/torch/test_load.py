@@ -317,6 +317,15 @@ def test_a_family_that_is_not_supported_is_named(path: Path, tmp_path: Path) -> 
         smoe_mp.transformers.load(copy, ring="none")
 
 
+def test_quantised_folders_are_not_there_yet(path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(path, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"quantised \(fp8\), which is not supported yet"):
+        smoe_mp.transformers.load(copy, ring="none")
+
+
 def test_files_that_are_not_those_of_the_configuration(path: Path) -> None:
     with serve(open_source(path), slots=12) as served:
         for change, message in (
