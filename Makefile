@@ -8,8 +8,9 @@ SOURCES := pyproject.toml $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/CMakeLists
 CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
+FUZZ_RUNS ?= 10000
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos bench clean setup
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench clean setup
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -55,8 +56,11 @@ model: ## check the protocol's model with spin
 chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
 
+fuzz: $(VENV)/.ready ## fuzz the parsers of model files, FUZZ_RUNS cases of each kind
+	FUZZ_RUNS=$(FUZZ_RUNS) $(PY) -m pytest -q tests/fuzz
+
 bench: $(VENV)/.ready ## the short benchmarks
-	for what in hit miss idle io; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
+	for what in hit miss idle io dequant; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
 
 setup: $(VENV)/.ready ## only the virtual environment
 

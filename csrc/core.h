@@ -1,6 +1,7 @@
 /* core.h: what the C files share: the handle, the slot word, and each file's functions.
  *
- * Reading order: shm_layout.h, segment.c, slot.c, queue.c, lru.c, ring.c, worker.c, recover.c.
+ * Reading order: shm_layout.h, segment.c, slot.c, queue.c, lru.c, ring.c, crc32c.c, worker.c,
+ * recover.c.
  *
  * Memory order.  Four pairs of accesses carry everything; the labels stand at the code:
  *   P1/P2  publish: the worker's CAS to READY or FAILED (release)  /  a reader's load of the word (acquire)
@@ -182,6 +183,13 @@ INTERNAL void leave_client(smoe_ring *r, uint32_t id);
 INTERNAL void recover_client(smoe_ring *r, uint32_t id);
 INTERNAL void recover_worker(smoe_ring *r, uint32_t worker);
 INTERNAL void free_entry(smoe_ring *r, uint32_t id);
+
+/* crc32c.c: beside what smoe.h has, the way that needs no instruction; for tests */
+INTERNAL uint32_t crc32c_by_tables(uint32_t crc, const void *data, uint64_t bytes);
+
+/* quant.c: likewise, without the wider vector instructions */
+INTERNAL int quantize_plainly(const float *weights, uint64_t groups, int bits, const float *candidates,
+                              unsigned char *codes, float *scales);
 
 /* worker.c */
 struct worker_options {

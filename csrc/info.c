@@ -159,6 +159,8 @@ const char *smoe_counter_name(uint32_t counter) {
         [SMOE_C_SHORT_READS] = "short_reads",
         [SMOE_C_FAILED_READS] = "failed_reads",
         [SMOE_C_FALLBACKS] = "fallbacks",
+        [SMOE_C_CHECKED] = "checked_reads",
+        [SMOE_C_BAD_SUMS] = "checksum_errors",
         [SMOE_C_REQUEUED] = "requeued",
     };
     return counter < SMOE_COUNTERS ? names[counter] : NULL;

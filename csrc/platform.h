@@ -66,6 +66,8 @@ int plat_lock_drop(int lock_fd, uint32_t id);
 int plat_lock_query(int lock_fd, uint32_t id); /* 1: held by somebody else, 0: not */
 
 uint64_t plat_pid_namespace(void); /* 0 where there is no such thing */
+/* Does the processor have the CRC-32C instructions that its architecture leaves optional?  Asked on arm64. */
+_Bool plat_has_crc32c(void);
 /* Raise the limit of open files to what is allowed; returns the limit. */
 uint64_t plat_raise_nofile(void);
 

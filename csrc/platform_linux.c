@@ -20,6 +20,7 @@
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -33,6 +34,9 @@
 #endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
+#endif
+#ifndef HWCAP_CRC32
+#define HWCAP_CRC32 (1 << 7)
 #endif
 #ifndef F_OFD_GETLK
 #define F_OFD_GETLK 36
@@ -238,6 +242,15 @@ int plat_lock_query(int lock_fd, uint32_t id) {
 uint64_t plat_pid_namespace(void) {
     struct stat s;
     return stat("/proc/self/ns/pid", &s) == 0 ? s.st_ino : 0;
+}
+
+/* On arm64 the kernel says it in the auxiliary vector; elsewhere nobody asks. */
+_Bool plat_has_crc32c(void) {
+#ifdef __aarch64__
+    return getauxval(AT_HWCAP) & HWCAP_CRC32;
+#else
+    return 0;
+#endif
 }
 
 uint64_t plat_raise_nofile(void) {

@@ -454,6 +454,11 @@ uint64_t plat_pid_namespace(void) {
     return 0;
 }
 
+_Bool plat_has_crc32c(void) {
+    int has = 0;
+    return sysctl_number("hw.optional.armv8_crc32", &has, sizeof has) == 0 && has;
+}
+
 /* A hard limit of "infinity" may not be asked for; kern.maxfilesperproc is what there is. */
 uint64_t plat_raise_nofile(void) {
     struct rlimit r;

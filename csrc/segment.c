@@ -141,6 +141,7 @@ static int lay_out(const smoe_geometry *g, struct smoe_header *h, smoe_error *e)
     h->direct_required = g->direct_required;
     h->read_align = g->read_align;
     h->speculation_ranks = g->speculation_ranks;
+    h->verify = g->verify;
     h->guess_limit = g->n_slots / 4;
     h->queue_capacity = 2;
     while (h->queue_capacity < 2 * g->n_slots)
@@ -480,6 +481,7 @@ int smoe_set_settings(smoe_ring *r, const smoe_geometry *geometry) {
     r->header->top_k = geometry->top_k;
     r->header->direct_required = geometry->direct_required;
     r->header->speculation_ranks = geometry->speculation_ranks;
+    r->header->verify = geometry->verify;
     return 0;
 }
 

@@ -136,6 +136,8 @@ enum smoe_counter {
     SMOE_C_SHORT_READS, /* reads continued after fewer bytes than asked */
     SMOE_C_FAILED_READS,
     SMOE_C_FALLBACKS, /* direct reads refused, file switched to buffered */
+    SMOE_C_CHECKED,   /* reads held against a checksum */
+    SMOE_C_BAD_SUMS,  /* of them: did not match */
     /* supervisor */
     SMOE_C_REQUEUED, /* reads taken up again after their worker's death */
     SMOE_COUNTERS
@@ -178,7 +180,7 @@ struct smoe_header {
     uint32_t direct_required;
     uint32_t read_align; /* windows are whole multiples of this, in file and slot */
     uint32_t speculation_ranks;
-    uint32_t reserved1;
+    uint32_t verify; /* 1: reads are held against the experts' checksums */
     /* Region offsets from the segment's start. */
     uint64_t off_hot, off_reservations, off_participants, off_counters, off_file_modes;
     uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_demand, off_speculative;
@@ -249,7 +251,7 @@ struct smoe_expert_rec {
     uint32_t first_window, n_windows;
     uint32_t first_part, n_parts;
     uint32_t first_move, n_moves;
-    uint32_t crc32c; /* 0: none */
+    uint32_t crc32c; /* of the parts' bytes in order; 0: none */
     uint64_t bytes;  /* sum of the parts */
 };
 struct smoe_window_rec { /* one aligned read */

@@ -71,11 +71,12 @@ enum {
 
 /* Reasons of a failed read beside errno values. */
 enum {
-    SMOE_READ_SHORT = 2001,   /* the file ended before the expert's last byte */
-    SMOE_READ_CHANGED = 2002, /* the file is not the one that the ring was made for */
-    SMOE_READ_PLAN = 2003,    /* the read plan in shared memory does not add up */
-    SMOE_READ_KILLER = 2004,  /* three workers died reading it */
-    SMOE_READ_UNSERVED = 2005 /* no worker is left to read it */
+    SMOE_READ_SHORT = 2001,    /* the file ended before the expert's last byte */
+    SMOE_READ_CHANGED = 2002,  /* the file is not the one that the ring was made for */
+    SMOE_READ_PLAN = 2003,     /* the read plan in shared memory does not add up */
+    SMOE_READ_KILLER = 2004,   /* three workers died reading it */
+    SMOE_READ_UNSERVED = 2005, /* no worker is left to read it */
+    SMOE_READ_CHECKSUM = 2006  /* CRC-32C of the bytes is got, the vault's is wanted */
 };
 
 typedef struct {
@@ -252,6 +253,7 @@ typedef struct {
     uint32_t grid_layers, grid_experts;
     uint64_t strings_bytes;
     uint32_t read_deadline_ms, top_k, direct_required, read_align, speculation_ranks;
+    uint32_t verify; /* 1: an expert that has a checksum is held against it before it is published */
 } smoe_geometry;
 typedef struct { /* arrays of the records of shm_layout.h */
     const void *experts, *windows, *parts, *moves, *layouts, *tensors, *files;
@@ -318,6 +320,19 @@ typedef struct {
 int smoe_memory_level(void);
 /* Open PATH and try one real aligned direct read. */
 int smoe_probe(const char *path, smoe_probe_result *result, smoe_error *error);
+/* CRC-32C of `bytes` bytes, going on from `crc` (0 at the start).  From the tables of crc32c.c, or by the
+ * processor's instruction: smoe_crc32c_instruction says which. */
+uint32_t smoe_crc32c(uint32_t crc, const void *data, uint64_t bytes);
+int smoe_crc32c_instruction(void);
+/* Quantise groups of 64 float32 weights by the `.smoe` format: bits 4 or 2.  candidates: for 2 bits, the 64 factors
+ * of the largest absolute value that are tried as scales.  codes: groups x 8 x bits bytes; scales: one a group, to be
+ * rounded to float16.  -ERANGE: a weight is not finite or too large for a float16; -EINVAL: other bits. */
+int smoe_quantize(const float *weights, uint64_t groups, int bits, const float *candidates, unsigned char *codes,
+                  float *scales);
+/* Where the first infinity or NaN is in an array of floating-point numbers of width 1, 2, 4 or 8 bytes: its offset in
+ * bytes, -1: there is none, -EINVAL: another width.  mask: all bits but the sign; least: the smallest of what is left
+ * of a number that is not finite. */
+int64_t smoe_find_not_finite(const void *data, uint64_t bytes, uint32_t width, uint64_t mask, uint64_t least);
 uint32_t smoe_sizeof(uint32_t record); /* of the records, in smoe_tables' order, then header and slot */
 const char *smoe_strerror(int code);
 

@@ -13,7 +13,7 @@
  * either: a refusal, at open or at any later read, switches the file to buffered reads with the pages
  * dropped behind them, unless the ring was made with direct_required.  A file is what the ring's record
  * says (device, inode, size, mtime), at open and again before each publication, or nothing of it is
- * published.
+ * published.  Where the ring says verify, nor is anything whose checksum is not the vault's.
  */
 #define _GNU_SOURCE
 #include "core.h"
@@ -309,6 +309,29 @@ static int read_plan(struct worker *w, uint32_t expert, unsigned char *slot, str
     return 0;
 }
 
+/* Hold what was read against the vault's checksum, where it has one: CRC-32C of the expert's parts in order. */
+static int check_sum(struct worker *w, uint32_t expert, const unsigned char *slot, struct outcome *o) {
+    smoe_ring *r = w->r;
+    const struct smoe_expert_rec x = r->experts[expert]; /* read_plan has checked the index */
+    uint32_t sum = 0;
+    if (!r->header->verify || x.crc32c == 0)
+        return 0;
+    if (x.n_parts == 0 || !within(x.first_part, x.n_parts, r->n_parts))
+        return failed(o, SMOE_READ_PLAN, 0, 0, r->n_parts, x.first_part);
+    for (uint32_t i = 0; i < x.n_parts; i++) {
+        const struct smoe_part_rec p = r->parts[x.first_part + i];
+        if (p.file >= r->n_files || !within(p.slot_offset, p.bytes, r->slot_bytes))
+            return failed(o, SMOE_READ_PLAN, 0, p.file_offset, r->slot_bytes, p.slot_offset);
+        sum = smoe_crc32c(sum, slot + p.slot_offset, p.bytes);
+    }
+    count(r, SMOE_C_CHECKED, 1);
+    if (sum == x.crc32c)
+        return 0;
+    count(r, SMOE_C_BAD_SUMS, 1);
+    const struct smoe_part_rec *first = &r->parts[x.first_part];
+    return failed(o, SMOE_READ_CHECKSUM, first->file, first->file_offset, x.crc32c, sum);
+}
+
 static void finish(struct worker *w, uint32_t s, uint64_t word, const struct outcome *o, uint64_t began) {
     smoe_ring *r = w->r;
     struct smoe_slot *slot = &r->slots[s];
@@ -372,7 +395,9 @@ static void serve(struct worker *w, uint32_t s) {
     atomic_store_explicit(&me->current_slot, s + 1, memory_order_relaxed);
     FAILPOINT("read.recorded");
     meet(w, s);
-    read_plan(w, WORD_EXPERT(word), r->data + (uint64_t)s * r->slot_bytes, &o);
+    unsigned char *slot = r->data + (uint64_t)s * r->slot_bytes;
+    if (read_plan(w, WORD_EXPERT(word), slot, &o) == 0)
+        check_sum(w, WORD_EXPERT(word), slot, &o);
     FAILPOINT("read.done");
     finish(w, s, word, &o, began);
     atomic_store_explicit(&me->current_slot, 0, memory_order_relaxed);

@@ -24,6 +24,7 @@ _READ_REASONS = {
     lib.SMOE_READ_PLAN: "the read plan in shared memory does not add up",
     lib.SMOE_READ_KILLER: "three workers died reading it, so it is not tried again by itself",
     lib.SMOE_READ_UNSERVED: "no worker is left to read it: see `smoe-mp status`",
+    lib.SMOE_READ_CHECKSUM: "the bytes do not match the vault's checksum",
 }
 
 
@@ -55,6 +56,7 @@ def reason(os_error: int) -> str:
 
 def _read_error(error: Error, ring: Any, name: str) -> errors.ExpertReadError:
     path = text(lib.smoe_file_path(ring, error.file)) if ring else "?"
+    what = f"ring {name}: expert {error.expert} of layer {error.layer}: "
     hint = (
         " One expert of one file: look at that file's storage; every expert: at its mount."
         if error.os_error == errno.EIO
@@ -62,10 +64,14 @@ def _read_error(error: Error, ring: Any, name: str) -> errors.ExpertReadError:
         if error.os_error in (lib.SMOE_READ_SHORT, lib.SMOE_READ_CHANGED)
         else ""
     )
-    e = errors.ExpertReadError(
-        f"ring {name}: expert {error.expert} of layer {error.layer}: read of {error.wanted} bytes at "
-        f"{error.offset} of {path} gave {error.got}: {reason(error.os_error)}.{hint}"
+    happened = (
+        f"its bytes at {error.offset} of {path} have CRC-32C {error.got:08x}, the vault says "
+        f"{error.wanted:08x}: the storage or a copy damaged them; `smoe-mp verify` lists all such experts."
+        if error.os_error == lib.SMOE_READ_CHECKSUM
+        else f"read of {error.wanted} bytes at {error.offset} of {path} gave {error.got}: "
+        f"{reason(error.os_error)}.{hint}"
     )
+    e = errors.ExpertReadError(what + happened)
     e.layer, e.expert, e.path = error.layer, error.expert, path
     e.offset, e.wanted, e.got, e.os_error = error.offset, error.wanted, error.got, error.os_error
     return e

@@ -27,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from smoe_mp import inspect as inspecting
-from smoe_mp import models, segments
+from smoe_mp import models, segments, vault_cli
 from smoe_mp.bench.cli import app as bench_app
 from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
 from smoe_mp.control.client import ControlClient, no_ring
@@ -41,6 +41,7 @@ from smoe_mp.control.commands import (
     StatusResult,
     Stop,
     StopResult,
+    VaultStatus,
     Workers,
     help_text,
 )
@@ -486,6 +487,8 @@ def run(
     )
 
 
+app.command("pack", help=vault_cli.PACK_HELP)(vault_cli.pack)
+app.command("verify", help=vault_cli.VERIFY_HELP)(vault_cli.verify)
 app.add_typer(bench_app, name="bench")
 
 
@@ -528,6 +531,7 @@ def _facts(result: StatusResult) -> Table:
         ("system", f"{result.name}: {result.state} for {_duration(result.uptime_s)}"),
         ("process", f"pid {result.pid}, smoe-mp {result.version}"),
         ("vault", f"{vault.path}: {vault.format}, {vault.experts} experts, {human_bytes(vault.bytes)}"),
+        ("checksums", _checksum_line(vault)),
         *((f"file {i}", _file_line(f)) for i, f in enumerate(result.files)),
         ("ring", f"{ring.slots} slots x {size}, {ring.pages}"),
         *([("waste", _waste_line(ring))] if ring.wasted_bytes else []),
@@ -540,6 +544,13 @@ def _facts(result: StatusResult) -> Table:
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     return table
+
+
+def _checksum_line(vault: VaultStatus) -> str:
+    have = f"{vault.checksums} of {vault.experts} experts have one"
+    return (
+        f"{have}; {'each read is' if vault.verify and vault.checksums else 'reads are not'} held against it"
+    )
 
 
 def _waste_line(ring: RingStatus) -> str:

@@ -46,6 +46,14 @@ class VaultConfig(Struct, frozen=True, kw_only=True):
             " buffered and warn once; require: refuse to start."
         ),
     ] = "auto"
+    verify: Annotated[
+        bool,
+        Meta(
+            description="Hold each expert that is read against the vault's checksum before anybody gets it."
+            " What does not match is a read error. Vaults have checksums from `smoe-mp pack --checksums`"
+            " or `--raw`."
+        ),
+    ] = False
     check_s: Annotated[
         int,
         Meta(

@@ -8,8 +8,9 @@
 
 The work is done in C (csrc/dequant.c), without the interpreter's lock.  float32 equals gguf-py's result bit
 for bit, and `smoe_mp.quant.dequantize`'s for the types of `.smoe` vaults; float16 and bfloat16 are that
-float32, rounded once to nearest even.  numpy knows no bfloat16, so its bits come as uint16: `view` makes
-`torch.bfloat16` or `ml_dtypes.bfloat16` of them without a copy.
+float32, rounded once to nearest even.  numpy itself has no bfloat16, and its bits as whole numbers would
+compute to nonsense in silence, so a new array is of ml_dtypes' type; `out` may be uint16 too, as above,
+since torch takes no array of that type.
 
 `TYPES` is the table of types.  It is C's own; here are only the checks that let a caller read what was wrong.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -35,7 +37,7 @@ MAX_THREADS = 64
 _DTYPES: dict[str, tuple[int, npt.DTypeLike]] = {
     "float32": (lib.SMOE_TO_F32, np.float32),
     "float16": (lib.SMOE_TO_F16, np.float16),
-    "bfloat16": (lib.SMOE_TO_BF16, np.uint16),
+    "bfloat16": (lib.SMOE_TO_BF16, ml_dtypes.bfloat16),
 }
 _MOST_WEIGHTS = 1 << 56
 
@@ -110,7 +112,7 @@ def dequantize(
     scales: Any = None,
     threads: int = 1,
 ) -> npt.NDArray[Any]:
-    """The weights of one tensor, row-major: an array of `shape` and `dtype`, bfloat16 as uint16.
+    """The weights of one tensor, row-major: an array of `shape` and `dtype` (ml_dtypes' bfloat16).
 
     `type_name`: the format's own name, one of `TYPES`.
     `data`: the tensor's blocks, any contiguous buffer (bytes, a numpy array of any item, a view over the
@@ -121,10 +123,10 @@ def dequantize(
     F8_E5M2, float32, one for each tile of 128 x 128 (`weight_scale_inv`), a stack being one tall matrix
     only where its matrices' rows are a multiple of 128.
     `out`: memory for the result, in place of a new array: a writable contiguous buffer of just the right
-    size, whose items are bytes or as large as `dtype`'s, and which shares nothing with the input.
+    size, of `dtype`, of bytes, or (bfloat16) of uint16, which shares nothing with the input.
     `threads`: 1 to 64; they live for the call only.
 
-    Returns `out` as an array of `shape` where `out` is given.  Equal bit for bit to gguf-py 0.19
+    Where `out` is given, the result is an array over its memory.  Equal bit for bit to gguf-py 0.19
     (`gguf.quants.dequantize`), `smoe_mp.quant.dequantize`, transformers (MXFP4 with scales, from
     `convert_moe_packed_tensors`, before it transposes) and ml_dtypes (float8).  ValueError, with type, shape
     and figures, for what does not fit together; then nothing has been written.
@@ -145,7 +147,7 @@ def dequantize(
     for name, part in (("data", blocks), ("scales", factors)):
         if out is not None and part is not None and np.may_share_memory(flat, part):
             raise ValueError(f"{where}: out and {name} share memory")
-    _decode(kind, blocks, factors, shape, flat, _DTYPES[dtype][0], threads)
+    _decode(kind, blocks, factors, shape, out=flat, to=_DTYPES[dtype][0], threads=threads)
     return result
 
 
@@ -154,12 +156,13 @@ def _decode(
     blocks: npt.NDArray[np.uint8],
     factors: npt.NDArray[np.uint8] | None,
     shape: tuple[int, ...],
+    *,
     out: npt.NDArray[np.uint8],
     to: int,
-    threads: int,
+    threads: int = 1,
     plain: bool = False,
 ) -> None:
-    """Sizes that were checked, to C.  `plain`: without the processor's vectors beyond the least (for tests)."""
+    """Sizes that were checked, to C.  `plain`: the form for any processor, for tests."""
     job = ffi.new("smoe_dequant_job *")
     job.type, job.to, job.threads, job.plain = kind.number, to, threads, plain
     job.rows, job.columns = prod(shape[:-1]), shape[-1]
@@ -225,11 +228,9 @@ def _output(where: str, out: Any, shape: tuple[int, ...], dtype: str) -> npt.NDA
         raise ValueError(f"{where}: out is read-only")
     if array.nbytes != nbytes:
         raise ValueError(f"{where}: out has {array.nbytes} bytes, but {dtype} of that shape needs {nbytes}")
-    alike = array.dtype == item or (dtype == "bfloat16" and array.dtype.name == "bfloat16")
+    alike = array.dtype == item or (dtype == "bfloat16" and array.dtype == np.uint16)
     if not alike and array.dtype.itemsize != 1:
-        raise ValueError(f"{where}: out is {array.dtype}, but wanted is {item} ({dtype}) or bytes")
+        raise ValueError(f"{where}: out is {array.dtype}, but wanted is {item} or bytes")
     if array.ctypes.data % item.itemsize:
         raise ValueError(f"{where}: out starts at an address that is no multiple of {item.itemsize}")
-    if array is out and alike and array.shape == shape:
-        return array
     return (array if alike else array.reshape(-1).view(item)).reshape(shape)

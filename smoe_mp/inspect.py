@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,6 +18,7 @@ from rich.table import Table
 from smoe_mp.errors import IdError
 from smoe_mp.sources.base import Expert, Source, Tensor
 from smoe_mp.sources.smoe import SmoeVault
+from smoe_mp.sources.smoe3 import RawVault
 
 __all__ = ["experts", "one_expert", "render", "render_expert", "summary"]
 
@@ -94,6 +96,12 @@ def summary(source: Source) -> Json:
             "num_moe_layers": h.num_moe_layers,
             "max_experts_per_layer": h.max_experts_per_layer,
             "header_ffn_dim": h.ffn_dim,
+        }
+    if isinstance(source, RawVault):
+        out["smoe"] = {
+            "version": source.header.version,
+            "data_offset": source.header.data_offset,
+            "origin": msgspec.to_builtins(source.origin),
         }
     return out
 

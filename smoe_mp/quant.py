@@ -1,4 +1,4 @@
-"""The two quantisations of `.smoe` vaults, both ways, in numpy alone.
+"""The two quantisations of `.smoe` vaults, both ways.
 
 Format (the original system's, described in docs/): the tensor is flattened row-major and cut into groups
 of 64 weights; each group has one float16 scale; codes are packed low bits first.
@@ -6,15 +6,13 @@ of 64 weights; each group has one float16 scale; codes are packed low bits first
     Q4   2 codes a byte   weight = (code - 7.5) / 7.5 x scale   scale = absmax of the group, 1 where it is 0
     Q2   4 codes a byte   weight = (code - 1.5) / 1.5 x scale   scale = best of absmax x linspace(0.1, 1, 64)
 
-Two facts decide how this is written.  The result must equal the original's bit for bit, so every step is a
-float32 step in the original's order.  And a 2048 x 768 tensor is 6 MB of float32, so a pass over all of it
-is a pass over main memory: everything is done in blocks that stay in a core's own cache, and each block
-goes through all its steps before the next one begins.  That also bounds the memory: besides the result
-there are a few blocks, however large the tensor is, and the 64 candidates of Q2 are tried one after the
-other on the same block.
+The result must equal the original's bit for bit, so every step is a float32 step in the original's order.
+Encoding is done in C (csrc/quant.c): of Q2's 64 candidates each costs a dozen passes over the weights in
+numpy, ten times as long, and holds the interpreter's lock in between, where packing wants all cores.
 
 Decoding needs no arithmetic but one multiplication: a byte stands for 2 or 4 weights before scaling, and
-these are looked up together in a table of 256 rows.
+these are looked up together in a table of 256 rows.  A tensor is decoded in blocks that stay in a core's own
+cache, each through all steps before the next one begins.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ from math import prod
 
 import numpy as np
 import numpy.typing as npt
+
+from smoe_mp._native import ffi, lib
 
 __all__ = ["GROUP_WEIGHTS", "dequantize", "packed_sizes", "quantize_q2", "quantize_q4"]
 
@@ -34,7 +34,6 @@ U8 = npt.NDArray[np.uint8]
 
 _HALF_RANGE = {4: np.float32(7.5), 2: np.float32(1.5)}
 _DECODE_BLOCK_BYTES = 1 << 16
-_ENCODE_BLOCK_GROUPS = 512
 _Q2_CANDIDATES = np.linspace(0.1, 1.0, 64, dtype=np.float32)
 
 
@@ -107,24 +106,6 @@ def dequantize(codes: U8, scales: F16, shape: tuple[int, ...], bits: int) -> F32
     return weights.reshape(shape)
 
 
-def _groups_of(weights: F32) -> F32:
-    """The weights as rows of 64; ValueError for what the format cannot hold."""
-    if weights.dtype != np.float32:
-        raise ValueError(f"weights are {weights.dtype}, not float32")
-    if weights.size == 0 or weights.size % GROUP_WEIGHTS:
-        raise ValueError(f"{weights.size} weights are not a whole number of groups of {GROUP_WEIGHTS}")
-    return np.ascontiguousarray(weights).reshape(-1, GROUP_WEIGHTS)
-
-
-def _absmax(groups: F32) -> F32:
-    """Largest absolute value of each group; ValueError where it is no number or no float16 can hold it."""
-    largest: F32 = np.maximum(groups.max(axis=1), -groups.min(axis=1))
-    # Halfway between the largest float16 and the next step: from here on a float16 is infinite.
-    if not bool(np.all(largest < np.float32(65520))):
-        raise ValueError("a weight is infinite, not a number, or too large for a float16 scale (65504)")
-    return largest
-
-
 def quantize_q4(weights: F32) -> tuple[U8, F16]:
     """Codes (uint8, 2 weights each, low nibble first) and scales (float16, one for 64 weights), both flat.
 
@@ -132,26 +113,7 @@ def quantize_q4(weights: F32) -> tuple[U8, F16]:
     computed with the float32 scale, the stored one is rounded.  ValueError for other types or sizes and for
     weights that are not finite or exceed float16.
     """
-    groups = _groups_of(weights)
-    half = _HALF_RANGE[4]
-    packed = np.empty(weights.size // 2, np.uint8)
-    scales = np.empty(len(groups), np.float16)
-    bytes_a_group = GROUP_WEIGHTS // 2
-    for start in range(0, len(groups), _ENCODE_BLOCK_GROUPS):
-        block = groups[start : start + _ENCODE_BLOCK_GROUPS]
-        scale = _absmax(block)
-        scale[scale == 0] = 1
-        q = block / scale[:, None]
-        q *= half
-        q += half
-        np.rint(q, out=q)
-        np.clip(q, 0, 15, out=q)
-        # Two codes as one little-endian 16-bit number hi:lo; its low byte after the fold is hi << 4 | lo.
-        pairs = q.astype(np.uint8).reshape(-1).view("<u2")
-        stop = start + len(block)
-        packed[start * bytes_a_group : stop * bytes_a_group] = pairs | (pairs >> 4)
-        scales[start:stop] = scale
-    return packed, scales
+    return _quantize(weights, 4)
 
 
 def quantize_q2(weights: F32) -> tuple[U8, F16]:
@@ -161,52 +123,26 @@ def quantize_q2(weights: F32) -> tuple[U8, F16]:
     scales the one with the least squared error, the first of equals.  A group of zeros has scale 0 and
     comes back as zeros.  ValueError as for `quantize_q4`.
     """
-    groups = _groups_of(weights)
-    packed = np.empty(weights.size // 4, np.uint8)
-    scales = np.empty(len(groups), np.float16)
-    bytes_a_group = GROUP_WEIGHTS // 4
-    for start in range(0, len(groups), _ENCODE_BLOCK_GROUPS):
-        block = groups[start : start + _ENCODE_BLOCK_GROUPS]
-        scale = _best_q2_scale(block)
-        # Four codes as one little-endian 32-bit number; its low byte after the folds has them at 0, 2, 4, 6.
-        fours = _q2_codes(block, scale).astype(np.uint8).reshape(-1).view("<u4")
-        stop = start + len(block)
-        folded = fours | (fours >> 6) | (fours >> 12) | (fours >> 18)
-        packed[start * bytes_a_group : stop * bytes_a_group] = (folded & 0xFF).astype(np.uint8)
-        scales[start:stop] = scale
-    return packed, scales
+    return _quantize(weights, 2)
 
 
-def _q2_codes(groups: F32, scale: F32) -> F32:
-    """Codes 0 to 3, as float32, of `groups` (n, 64) at `scale` (n,)."""
-    half = _HALF_RANGE[2]
-    # A scale of 0 belongs to a group of zeros, whose codes may be any: divide by 1 there.
-    divisor = scale.copy()
-    divisor[divisor == 0] = 1
-    q: F32 = groups / divisor[:, None]
-    q *= half
-    q += half
-    np.rint(q, out=q)
-    np.clip(q, 0, 3, out=q)
-    return q
-
-
-def _best_q2_scale(groups: F32) -> F32:
-    """For each of `groups` (n, 64) the candidate with the least squared error, the first of equals; (n,)."""
-    half = _HALF_RANGE[2]
-    largest = _absmax(groups)
-    best = np.empty(len(groups), np.float32)
-    least = np.full(len(groups), np.inf, np.float32)
-    for candidate in _Q2_CANDIDATES:
-        scale: F32 = largest * candidate
-        error = _q2_codes(groups, scale)
-        error -= half
-        error /= half
-        error *= scale[:, None]
-        error -= groups
-        error *= error
-        total: F32 = np.add.reduce(error, axis=1)
-        better = total < least
-        least[better] = total[better]
-        best[better] = scale[better]
-    return best
+def _quantize(weights: F32, bits: int) -> tuple[U8, F16]:
+    if weights.dtype != np.float32:
+        raise ValueError(f"weights are {weights.dtype}, not float32")
+    if weights.size == 0 or weights.size % GROUP_WEIGHTS:
+        raise ValueError(f"{weights.size} weights are not a whole number of groups of {GROUP_WEIGHTS}")
+    flat = np.ascontiguousarray(weights).reshape(-1)
+    groups = flat.size // GROUP_WEIGHTS
+    codes = np.empty(flat.size * bits // 8, np.uint8)
+    scales = np.empty(groups, np.float32)
+    code = lib.smoe_quantize(
+        ffi.from_buffer("float[]", flat),
+        groups,
+        bits,
+        ffi.from_buffer("float[]", _Q2_CANDIDATES),
+        ffi.from_buffer("unsigned char[]", codes),
+        ffi.from_buffer("float[]", scales),
+    )
+    if code < 0:
+        raise ValueError("a weight is infinite, not a number, or too large for a float16 scale (65504)")
+    return codes, scales.astype(np.float16)

@@ -33,7 +33,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from smoe_mp import quant
+from smoe_mp import dequant
 from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, text
 from smoe_mp.errors import IdError, RingClosed, RingError, VaultError
 from smoe_mp.segments import CENSUS, MODES, check_name, counters
@@ -108,7 +108,7 @@ class QuantizedTensor:
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """A new float32 array of `shape`."""
-        return quant.dequantize(self.codes, self.scales, self.shape, self.bits)
+        return dequant.dequantize(f"SMOE_Q{self.bits}", self.codes, self.shape, scales=self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,9 @@ class Expert:
 
 
 def _dequantize_ggml(info: TensorInfo, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """By the tables of GGUF's block types; ValueError for what is none."""
+    """By the C core's decoders, else by gguf-py; ValueError for what neither knows."""
+    if (info.dtype, False) in dequant.TYPES:
+        return dequant.dequantize(info.dtype, raw, info.shape)
     gguf: Any = importlib.import_module("smoe_mp.sources.gguf")  # of no use to other models' clients
     weights: npt.NDArray[np.float32] = gguf.dequantize(info.dtype, raw, info.shape)
     return weights

@@ -581,6 +581,7 @@ def create(
     top_k: int = 0,
     speculation_ranks: int = 0,
     read_align: int = 4096,
+    verify: bool = False,
 ) -> Segments:
     """Make the ring `name` for `source`, or adopt the one that a dead supervisor left, and register this
     process as its supervisor.
@@ -598,6 +599,7 @@ def create(
         "top_k": top_k,
         "direct_required": int(direct == "require"),
         "speculation_ranks": speculation_ranks,
+        "verify": int(verify),
     }
     wanted = _Wanted(name, source, t, choose_slot_bytes(t, slot_bytes), settings)
     wanted.geometry(slots or 1)  # refuses impossible numbers before anything is touched
@@ -708,8 +710,8 @@ def _adopt(wanted: _Wanted, slots: int) -> Segments | str:
 def difference_to(ring: Any, name: str, source: Source) -> str:
     """In what the attached ring is not one of the model `source`; "" if in nothing.
 
-    Held against each other are experts, read plans, tensors with their types, shapes and tags, and every file's
-    device, inode, size, time of change and header.  `ring`: a client's handle.
+    Held against each other are experts, read plans, tensors with their types, shapes and tags, and every
+    file's device, inode, size, time of change and header.  `ring`: a client's handle.
     """
     info = ffi.new("smoe_info *")
     lib.smoe_get_info(ring, info)

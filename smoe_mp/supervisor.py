@@ -99,6 +99,7 @@ class Supervisor:
         self._warnings: list[str] = []
         self._probes: list[segments.Probe] = []
         self._nameless = False
+        self._checksums = 0  # experts that have one
         self._fingerprint = b""
         self._modes: list[str] = []
         self._files: Watch
@@ -168,6 +169,8 @@ class Supervisor:
                 "format": source.format,
                 "experts": len(source.experts),
                 "bytes": sum(file.size for file in source.files),
+                "checksums": self._checksums,
+                "verify": self._config.vault.verify,
             },
             "files": ring.files(),
             "ring": {
@@ -271,6 +274,13 @@ class Supervisor:
             f"vault: {source.path}: {source.format}, {len(source.experts)} experts in {layers} layers,"
             f" {human_bytes(total)}"
         )
+        self._checksums = sum(expert.crc32c != 0 for expert in source.experts)
+        if self._config.vault.verify and self._checksums < len(source.experts):
+            self._warn(
+                f"{source.path}: vault.verify = true, but {len(source.experts) - self._checksums} of"
+                f" {len(source.experts)} experts have no checksum and are not checked: `smoe-mp pack` writes"
+                " vaults that have them (--checksums, or --raw)"
+            )
 
     def _size(self) -> int:
         """How many slots: as given, or as memory allows; refused where they do not fit."""
@@ -320,6 +330,7 @@ class Supervisor:
             direct=config.vault.direct,
             top_k=self._source.model.top_k,
             speculation_ranks=config.speculation.ranks,
+            verify=config.vault.verify,
             read_align=segments.read_align(self._probes),
         )
         undo.callback(self._end_ring)

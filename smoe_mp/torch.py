@@ -20,7 +20,6 @@ both (tables.py); a tensor for which they could not is copied.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,23 +120,20 @@ def decode(
     info: TensorInfo,
     dtype: torch.dtype,
     *,
-    type_name: str = "",
-    shape: Sequence[int] = (),
     scales: TensorInfo | None = None,
     threads: int = 1,
 ) -> torch.Tensor:
     """A new tensor of `dtype` from the blocks that `info` describes, by `smoe_mp.dequant`.
 
-    `type_name` and `shape`, in weights, where they are not those of `info`; `scales` where they lie apart.
+    `scales` where they lie apart.
     """
-    shape = tuple(shape) or info.shape
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(info.shape, dtype=dtype)
     into, seen_as = _TARGETS[dtype]
     try:
         dequant.dequantize(
-            type_name or info.dtype,
+            info.dtype,
             _memory(expert, info),
-            shape,
+            info.shape,
             out=out.view(seen_as).numpy(),
             dtype=into,
             scales=None if scales is None else _memory(expert, scales),
@@ -159,6 +155,6 @@ def _memory(expert: Expert, info: TensorInfo) -> Any:
     """The tensor's bytes as a ctypes array over the ring, which owns a hold: writable as far as torch can
     tell, so that it does not warn."""
     array = expert._view(info.offset, (info.nbytes,), "|u1")
-    memory = (ctypes.c_ubyte * info.nbytes).from_address(array.__array_interface__["data"][0])
+    memory: Any = (ctypes.c_ubyte * info.nbytes).from_address(array.__array_interface__["data"][0])
     memory.owner = array
     return memory

@@ -1,31 +1,26 @@
 """Writing `.smoe` vaults: one expert after the other, a whole file or none.
 
 The sizes of all experts follow from the tensors' shapes and the bits, so the header, the table and every
-offset are known before the first expert is there.  Experts are therefore written as they come, in table
-order, and never more than one is in memory.
-
-A vault that was half written must never be taken for one.  It is written as `<name>.partial` beside its
-place, synced, and renamed; whoever fails removes it.  A writer that is killed leaves its partial file
-behind, which the next one takes over: a lock on the file, which the kernel drops at a death, tells a
-dead writer's file from a living one's.  The table is written last of all.
+offset are known before the first expert is there.  Experts may therefore be written in any order and by
+several threads at once, and no more is in memory than they are working on.  The table is written last of
+all, into a file that is renamed into its place only then (`PartialFile`).
 
 With an arch block the file is version 2; without one it is version 1, byte for byte what version 1 is.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from smoe_mp.errors import VaultError
+from smoe_mp.partial import PartialFile
 from smoe_mp.quant import F16, F32, GROUP_WEIGHTS, U8, packed_sizes, quantize_q2, quantize_q4
 from smoe_mp.sources.smoe import (
     ALIGNMENT,
@@ -42,16 +37,28 @@ from smoe_mp.sources.smoe import (
     ArchBlock,
 )
 
-__all__ = ["VaultWriter"]
+__all__ = ["VaultWriter", "check_pairs"]
 
 Packed = tuple[U8, F16]
-
-# Left free on the file system, besides the vault.
-SPARE_BYTES = 1 << 20
+_PACKED_DTYPES = (np.dtype(np.uint8), np.dtype(np.float16))
 
 
 def _up_to(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def check_pairs(path: Path, experts: Sequence[tuple[int, int]]) -> None:
+    """VaultError where a vault, or a ring, cannot hold the (layer, expert) pairs."""
+    if not 1 <= len(experts) <= MAX_EXPERTS:
+        raise VaultError(f"{path}: {len(experts)} experts; a vault holds 1 to {MAX_EXPERTS}")
+    if len(set(experts)) != len(experts):
+        raise VaultError(f"{path}: an expert is in the list twice")
+    layers, ids = zip(*experts, strict=True)
+    if min(*layers, *ids) < 0 or (max(layers) + 1) * (max(ids) + 1) > MAX_GRID_CELLS:
+        raise VaultError(
+            f"{path}: layers {min(layers)} to {max(layers)} and experts {min(ids)} to {max(ids)}:"
+            f" not a grid of 1 to {MAX_GRID_CELLS} places"
+        )
 
 
 class VaultWriter:
@@ -61,6 +68,7 @@ class VaultWriter:
     `shapes`: (rows, cols) of "gate", "up" and "down", alike for all experts.  `d_model`, `vocab_size` and
     `ffn_dim` go into the header as they are; `arch`, if any, makes it version 2.  `checksum`: a function of
     the padded blob's bytes giving its CRC-32C, for the entries' reserved field; without it the field is 0.
+    `begin` false: only the sizes are worked out, and nothing is touched before `begin()`.
 
     A context manager: leaving it in order closes the writer, leaving it by an exception removes what was
     written.  VaultError where the experts or shapes cannot be, where the space is not there, where another
@@ -79,27 +87,27 @@ class VaultWriter:
         ffn_dim: int,
         arch: ArchBlock | None = None,
         checksum: Callable[[memoryview], int] | None = None,
+        begin: bool = True,
     ) -> None:
         self.path = path
         self.bits = bits
         self.shapes = {name: shapes[name] for name in TENSOR_NAMES}
         self._experts = list(experts)
         self._checksum = checksum
-        self._crcs: list[int] = []
+        self._crcs: list[int | None] = [None] * len(self._experts)  # None: not written
+        self._next = 0  # for `add`
         self._check()
         self._sizes = {name: packed_sizes(prod(shape), bits) for name, shape in self.shapes.items()}
         self.raw_size = sum(sum(sizes) for sizes in self._sizes.values())
         self.padded_size = _up_to(self.raw_size, ALIGNMENT)
         self._lay_out(d_model, vocab_size, ffn_dim, arch)
-        self._blob = bytearray(self.padded_size)
-        self._partial = path.with_name(path.name + ".partial")
-        self._fd = -1
-        try:
-            self._fd = self._open_partial()
-            self._check_space()
-        except BaseException:
-            self.abort()
-            raise
+        self._file: PartialFile | None = None
+        if begin:
+            self.begin()
+
+    def begin(self) -> None:
+        """Open the file that is written, after a look at the free space."""
+        self._file = PartialFile(self.path, self.file_size, "vault")
 
     @property
     def file_size(self) -> int:
@@ -126,9 +134,8 @@ class VaultWriter:
 
     def add_packed(self, layer: int, expert: int, gate: Packed, up: Packed, down: Packed) -> None:
         """Write the next expert from (codes, scales) of each tensor, as `quant` makes them."""
-        index = len(self._crcs)
-        if self._fd < 0:
-            raise VaultError(f"{self.path}: this writer is closed")
+        index = self._next
+        self._open_file()
         if index == len(self._experts):
             raise VaultError(f"{self.path}: all {index} experts are written; ({layer}, {expert}) is too many")
         if (layer, expert) != self._experts[index]:
@@ -136,53 +143,67 @@ class VaultWriter:
                 f"{self.path}: expert {expert} of layer {layer} was added where entry {index}, expert"
                 f" {self._experts[index][1]} of layer {self._experts[index][0]}, is next"
             )
+        blob = bytearray(self.padded_size)
         place = 0
         for name, tensor in zip(TENSOR_NAMES, (gate, up, down), strict=True):
             what = f"{name} of expert {expert} of layer {layer}"
-            place = self._put(tensor[0], np.dtype(np.uint8), self._sizes[name][0], place, what)
-            place = self._put(tensor[1], np.dtype(np.float16), self._sizes[name][1], place, what)
-        self._write(memoryview(self._blob), self._data_offset + index * self.padded_size)
-        self._crcs.append(self._checksum(memoryview(self._blob)) if self._checksum else 0)
+            parts: tuple[U8 | F16, U8 | F16] = tensor
+            for array, dtype, size in zip(parts, _PACKED_DTYPES, self._sizes[name], strict=True):
+                if array.dtype != dtype or array.nbytes != size:
+                    raise VaultError(
+                        f"{self.path}: {what}: {array.nbytes} bytes of {array.dtype}, must be {size} of"
+                        f" {dtype}"
+                    )
+                blob[place : place + size] = array.tobytes()
+                place += size
+        self.write_blob(index, blob)
+        self._next += 1
 
-    def _put(self, array: U8 | F16, dtype: np.dtype[Any], size: int, place: int, what: str) -> int:
-        """Put `array` at `place` of the blob; the place behind it."""
-        if array.dtype != dtype or array.nbytes != size:
-            raise VaultError(
-                f"{self.path}: {what}: {array.nbytes} bytes of {array.dtype}, must be {size} of {dtype}"
-            )
-        self._blob[place : place + size] = array.tobytes()
-        return place + size
+    def places(self, name: str) -> tuple[int, int]:
+        """Where in its blob an expert's tensor `name` has its codes and its scales (bytes)."""
+        codes = sum(sum(self._sizes[before]) for before in TENSOR_NAMES[: TENSOR_NAMES.index(name)])
+        return codes, codes + self._sizes[name][0]
+
+    def write_blob(self, index: int, blob: bytearray) -> None:
+        """Write entry `index` as a whole: `padded_size` bytes, what the tensors leave of it zeros.  Any
+        order, any thread; an entry is written by one thread."""
+        file = self._open_file()
+        if len(blob) != self.padded_size:
+            raise VaultError(f"{self.path}: entry {index}: {len(blob)} bytes, must be {self.padded_size}")
+        file.write(blob, self._data_offset + index * self.padded_size)
+        self._crcs[index] = self._checksum(memoryview(blob)) if self._checksum else 0
+
+    def _open_file(self) -> PartialFile:
+        if self._file is None or self._file.closed:
+            raise VaultError(f"{self.path}: this writer is closed")
+        return self._file
 
     def close(self) -> None:
         """Finish the vault and put it in its place; nothing on a writer that is closed.
 
         VaultError where experts are missing; then, and at any other error, what was written is removed.
         """
-        if self._fd < 0:
+        if self._file is None or self._file.closed:
             return
         try:
-            if len(self._crcs) != len(self._experts):
-                layer, expert = self._experts[len(self._crcs)]
+            if None in self._crcs:
+                layer, expert = self._experts[self._crcs.index(None)]
+                written = sum(crc is not None for crc in self._crcs)
                 raise VaultError(
-                    f"{self.path}: {len(self._crcs)} of {len(self._experts)} experts were written; expert"
+                    f"{self.path}: {written} of {len(self._experts)} experts were written; expert"
                     f" {expert} of layer {layer} is the first that is missing"
                 )
             self._table["crc32c"] = self._crcs
-            self._write(memoryview(self._head()), 0)
-            self._publish()
+            self._file.write(self._head(), 0)
+            self._file.publish()
         except BaseException:
             self.abort()
             raise
 
     def abort(self) -> None:
         """Remove what was written; the file that was in the vault's place stays."""
-        if self._fd < 0:
-            return
-        # The name may be another writer's by now, if it was the last step of closing that failed.
-        if self._partial.exists() and os.path.samestat(os.fstat(self._fd), self._partial.stat()):
-            self._partial.unlink()
-        os.close(self._fd)
-        self._fd = -1
+        if self._file is not None:
+            self._file.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -196,16 +217,7 @@ class VaultWriter:
             self.abort()
 
     def _check(self) -> None:
-        if not 1 <= len(self._experts) <= MAX_EXPERTS:
-            raise VaultError(f"{self.path}: {len(self._experts)} experts; a vault holds 1 to {MAX_EXPERTS}")
-        if len(set(self._experts)) != len(self._experts):
-            raise VaultError(f"{self.path}: an expert is in the list twice")
-        layers, ids = zip(*self._experts, strict=True)
-        if min(*layers, *ids) < 0 or (max(layers) + 1) * (max(ids) + 1) > MAX_GRID_CELLS:
-            raise VaultError(
-                f"{self.path}: layers {min(layers)} to {max(layers)} and experts {min(ids)} to {max(ids)}:"
-                f" not a grid of 1 to {MAX_GRID_CELLS} places"
-            )
+        check_pairs(self.path, self._experts)
         for name, shape in self.shapes.items():
             if min(shape) <= 0 or prod(shape) % GROUP_WEIGHTS:
                 raise VaultError(
@@ -268,68 +280,6 @@ class VaultWriter:
         head[: len(tables)] = tables
         head[self._arch_offset : self._arch_offset + len(self._arch)] = self._arch
         return head
-
-    def _open_partial(self) -> int:
-        """The partial file, empty and locked by this process."""
-        while True:
-            fd = -1
-            try:
-                fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between the two calls the last writer may have renamed or removed the file that was opened.
-                if os.path.samestat(os.fstat(fd), os.stat(self._partial)):
-                    os.ftruncate(fd, 0)
-                    return fd
-                os.close(fd)
-            except BlockingIOError as error:
-                os.close(fd)
-                raise VaultError(f"{self._partial}: another process is writing this vault") from error
-            except FileNotFoundError as error:
-                if fd < 0:
-                    raise VaultError(f"{self._partial}: open: the folder does not exist") from error
-                os.close(fd)
-            except OSError as error:
-                if fd >= 0:
-                    os.close(fd)
-                raise VaultError(f"{self._partial}: open: {error.strerror} (errno {error.errno})") from error
-
-    def _check_space(self) -> None:
-        space = os.fstatvfs(self._fd)
-        free = space.f_bavail * space.f_frsize
-        if free < self.file_size + SPARE_BYTES:
-            raise VaultError(
-                f"{self.path}: the vault needs {self.file_size} bytes, its file system has {free} free:"
-                f" {self.file_size + SPARE_BYTES - free} bytes too few, with {SPARE_BYTES} to spare"
-            )
-
-    def _write(self, data: memoryview, offset: int) -> None:
-        try:
-            while data:
-                done = os.pwrite(self._fd, data, offset)
-                data, offset = data[done:], offset + done
-        except OSError as error:
-            raise VaultError(
-                f"{self._partial}: pwrite of {len(data)} bytes at {offset}: {error.strerror} (errno"
-                f" {error.errno})"
-            ) from error
-
-    def _publish(self) -> None:
-        """Sync, drop from the page cache what was written, rename, sync the folder."""
-        try:
-            os.fsync(self._fd)
-            if hasattr(os, "posix_fadvise"):
-                # The vault will be read past the page cache; there it would only push out what others need.
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.rename(self._partial, self.path)
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise VaultError(f"{self.path}: {error.strerror} (errno {error.errno}) while closing") from error
-        os.close(self._fd)
-        self._fd = -1
 
 
 def _arch_record(arch: ArchBlock | None) -> bytes:

@@ -1,8 +1,8 @@
 """Small safetensors checkpoints for tests, in the naming of every family, with what a reader should find.
 
-A recipe says what each MoE layer has: names with `{e}` for each expert, others as stacks, together with what a
-client should see.  Bytes are random, so that bytes of another tensor, expert or place are never right.  What is
-written and what is expected come from the recipe alone; nothing of smoe_mp is used here.
+A recipe says what each MoE layer has: names with `{e}` for each expert, others as stacks, together with what
+a client should see.  Bytes are random, so that bytes of another tensor, expert or place are never right.
+What is written and what is expected come from the recipe alone; nothing of smoe_mp is used here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 WIDTHS = {"BF16": 16, "F16": 16, "F32": 32, "U8": 8, "I8": 8, "I32": 32, "U32": 32, "F4": 4}
 WIDTHS |= {"F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2": 8, "F8_NEW": 8}
 
-H, I, E = 32, 16, 4
+#: Hidden size, width of an expert, experts a layer.
+H, F, E = 32, 16, 4
 Stored = tuple[str, tuple[int, ...], bytes]
 
 
@@ -167,23 +168,23 @@ def each(module: str, dtype: str = "BF16", names: str = "proj") -> tuple[Part, .
     """Gate, up and down, one tensor an expert."""
     gate, up, down = ("gate_proj", "up_proj", "down_proj") if names == "proj" else ("w1", "w3", "w2")
     return (
-        Part(f"{module}experts.{{e}}.{gate}.weight", "gate", dtype, (I, H)),
-        Part(f"{module}experts.{{e}}.{up}.weight", "up", dtype, (I, H)),
-        Part(f"{module}experts.{{e}}.{down}.weight", "down", dtype, (H, I)),
+        Part(f"{module}experts.{{e}}.{gate}.weight", "gate", dtype, (F, H)),
+        Part(f"{module}experts.{{e}}.{up}.weight", "up", dtype, (F, H)),
+        Part(f"{module}experts.{{e}}.{down}.weight", "down", dtype, (H, F)),
     )
 
 
 def stacks(module: str, dtype: str = "BF16") -> tuple[Part, ...]:
     """What transformers itself holds."""
     return (
-        Part(f"{module}experts.gate_up_proj", "gate_up", dtype, (2 * I, H), "linear,concatenated"),
-        Part(f"{module}experts.down_proj", "down", dtype, (H, I)),
+        Part(f"{module}experts.gate_up_proj", "gate_up", dtype, (2 * F, H), "linear,concatenated"),
+        Part(f"{module}experts.down_proj", "down", dtype, (H, F)),
     )
 
 
 def _config(model_type: str, experts: str = "num_experts", **more: Any) -> dict[str, Any]:
     base = {"model_type": model_type, "num_hidden_layers": 2, "hidden_size": H, "num_experts_per_tok": 2}
-    return base | {"moe_intermediate_size": I, "vocab_size": 99, experts: E} | more
+    return base | {"moe_intermediate_size": F, "vocab_size": 99, experts: E} | more
 
 
 def _scales(parts: Sequence[Part], block: int) -> tuple[Part, ...]:
@@ -220,8 +221,8 @@ RECIPES: dict[str, Recipe] = {
     "qwen3_vl_moe": Recipe(
         {"model_type": "qwen3_vl_moe", "text_config": _config("qwen3_vl_moe_text")},
         (
-            Part("mlp.experts.gate_up_proj", "gate_up", "BF16", (H, 2 * I), "unknown"),
-            Part("mlp.experts.down_proj", "down", "BF16", (I, H), "unknown"),
+            Part("mlp.experts.gate_up_proj", "gate_up", "BF16", (H, 2 * F), "unknown"),
+            Part("mlp.experts.down_proj", "down", "BF16", (F, H), "unknown"),
         ),
     ),
     "mixtral": Recipe(
@@ -249,9 +250,9 @@ RECIPES: dict[str, Recipe] = {
     "gpt_oss": Recipe(
         _GPT_OSS,
         (
-            Part("mlp.experts.gate_up_proj", "gate_up", "BF16", (H, 2 * I), "transposed,interleaved"),
-            Part("mlp.experts.down_proj", "down", "BF16", (I, H), "transposed"),
-            Part("mlp.experts.gate_up_proj_bias", "gate_up.bias", "BF16", (2 * I,), "interleaved"),
+            Part("mlp.experts.gate_up_proj", "gate_up", "BF16", (H, 2 * F), "transposed,interleaved"),
+            Part("mlp.experts.down_proj", "down", "BF16", (F, H), "transposed"),
+            Part("mlp.experts.gate_up_proj_bias", "gate_up.bias", "BF16", (2 * F,), "interleaved"),
             Part("mlp.experts.down_proj_bias", "down.bias", "BF16", (H,), ""),
         ),
     ),
@@ -262,13 +263,13 @@ RECIPES: dict[str, Recipe] = {
                 "mlp.experts.gate_up_proj_blocks",
                 "gate_up.blocks",
                 "U8",
-                (2 * I, 1, 16),
+                (2 * F, 1, 16),
                 "linear,interleaved",
             ),
-            Part("mlp.experts.gate_up_proj_scales", "gate_up.scales", "U8", (2 * I, 1), "linear,interleaved"),
+            Part("mlp.experts.gate_up_proj_scales", "gate_up.scales", "U8", (2 * F, 1), "linear,interleaved"),
             Part("mlp.experts.down_proj_blocks", "down.blocks", "U8", (H, 1, 16), "linear"),
             Part("mlp.experts.down_proj_scales", "down.scales", "U8", (H, 1), "linear"),
-            Part("mlp.experts.gate_up_proj_bias", "gate_up.bias", "BF16", (2 * I,), "interleaved"),
+            Part("mlp.experts.gate_up_proj_bias", "gate_up.bias", "BF16", (2 * F,), "interleaved"),
             Part("mlp.experts.down_proj_bias", "down.bias", "BF16", (H,), ""),
         ),
     ),
@@ -285,9 +286,9 @@ RECIPES: dict[str, Recipe] = {
         _config("granitemoe", "num_local_experts"),
         (
             Part(
-                "block_sparse_moe.input_linear.weight", "gate_up", "BF16", (2 * I, H), "linear,concatenated"
+                "block_sparse_moe.input_linear.weight", "gate_up", "BF16", (2 * F, H), "linear,concatenated"
             ),
-            Part("block_sparse_moe.output_linear.weight", "down", "BF16", (H, I)),
+            Part("block_sparse_moe.output_linear.weight", "down", "BF16", (H, F)),
         ),
     ),
     "jamba": Recipe(
@@ -303,8 +304,8 @@ RECIPES: dict[str, Recipe] = {
     "nemotron_h": Recipe(
         _config("nemotron_h", "n_routed_experts", hybrid_override_pattern="ME*E", num_hidden_layers=4),
         (
-            Part("mixer.experts.{e}.up_proj.weight", "up", "BF16", (I, H)),
-            Part("mixer.experts.{e}.down_proj.weight", "down", "BF16", (H, I)),
+            Part("mixer.experts.{e}.up_proj.weight", "up", "BF16", (F, H)),
+            Part("mixer.experts.{e}.down_proj.weight", "down", "BF16", (H, F)),
         ),
         moe_layers=(1, 3),
         prefix="backbone.",
@@ -330,7 +331,7 @@ RECIPES: dict[str, Recipe] = {
         _config("qwen3_moe"),
         (
             *each("mlp."),
-            Part("mlp.experts.{e}.gate_proj.bias", "gate.bias", "F32", (I,), ""),
+            Part("mlp.experts.{e}.gate_proj.bias", "gate.bias", "F32", (F,), ""),
             Part("mlp.experts.output_factor", "output_factor", "F32", (), "unknown"),
             Part("mlp.experts.{e}.note", "note", "F8_NEW", (3,), "unknown"),
         ),

@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|open`."""
+"""`smoe-mp bench io|hit|miss|idle|open|formats|dequant`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from smoe_mp.bench import Progress, Report, hit, idle, io, miss
+from smoe_mp.bench import Progress, Report, dequant, formats, hit, idle, io, miss
 from smoe_mp.bench import open as opening
 from smoe_mp.errors import ConfigError
 
@@ -94,6 +94,36 @@ def bench_open(
     names = tuple(filter(None, (name.strip() for name in formats.split(","))))
     with _bar() as progress:
         report = opening.run(progress, quick=quick, formats=names)
+    _show(report, as_json)
+
+
+@app.command(
+    "formats",
+    help="Streaming from GGUF and safetensors in place, over a vault.\n\nExample: smoe-mp bench formats",
+)
+def bench_formats(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    workers: Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")] = "",
+) -> None:
+    counts = _numbers("--workers", workers, 1, 127) or ()
+    with _bar() as progress:
+        report = formats.run(progress, scratch, quick=quick, workers=counts)
+    _show(report, as_json)
+
+
+@app.command(
+    "dequant", help="Weights out of their blocks.\n\nExample: smoe-mp bench dequant --types Q4_K,Q8_0"
+)
+def bench_dequant(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    types: Annotated[str, typer.Option("--types", metavar="NAME,NAME", help="Block types.")] = "",
+) -> None:
+    names = tuple(filter(None, (word.strip() for word in types.split(","))))
+    with _bar() as progress:
+        report = dequant.run(progress, quick=quick, types=names)
     _show(report, as_json)
 
 

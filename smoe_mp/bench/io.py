@@ -77,7 +77,7 @@ def run(
     sizes = sizes_mib or ((3,) if quick else SIZES_MIB)
     counts = workers or ((4,) if quick else WORKERS)
     smallest = FILE_BYTES_QUICK if quick else FILE_BYTES
-    wanted = max(smallest, *(4 * _slots(n) * size * MIB for n in counts for size in sizes))
+    wanted = max(smallest, *(4 * slots_for(n) * size * MIB for n in counts for size in sizes))
     path = scratch_file(scratch, wanted, progress)
     probe = segments.probe(path)
     if probe.mode != "direct":
@@ -102,12 +102,12 @@ def _scaled(progress: Progress, what: str, at: int, settings: int) -> Progress:
     return lambda _, done, total: progress(what, at * total + done, settings * total)
 
 
-def _slots(workers: int) -> int:
+def slots_for(workers: int) -> int:
     """Slots of a ring for so many workers: what is in flight, and a batch to be evicted."""
-    return (_batches(workers) + 1) * BATCH
+    return (batches(workers) + 1) * BATCH
 
 
-def _batches(workers: int) -> int:
+def batches(workers: int) -> int:
     """Batches in flight, so that workers have work while the oldest batch's last expert is awaited."""
     return -(-2 * workers // BATCH) + 1
 
@@ -123,7 +123,7 @@ class _Measurement:
     def run(self, rounds: int, run_s: float, read_align: int, progress: Progress) -> None:
         """A round not counted, in which the speed is seen, from which a run's length (about `run_s` seconds)
         follows; then the rounds."""
-        slots = _slots(self.workers)
+        slots = slots_for(self.workers)
         source = flat_source(self.path, self.size, self.path.stat().st_size // self.size)
         with bench_ring(source, slots=slots, workers=self.workers, read_align=read_align) as ring:
             least = 2 * slots
@@ -150,7 +150,7 @@ class _Measurement:
         before, cpu = self.device.bytes_read(), ring.workers_cpu_ns()
         line = native_one(
             *("stream", ring.name, "--reads", reads, "--seed", seed),
-            *("--batch", BATCH, "--batches", _batches(self.workers)),
+            *("--batch", BATCH, "--batches", batches(self.workers)),
         )
         cpu = ring.workers_cpu_ns() - cpu + line["cpu_ns"]
         ring.check()
@@ -173,7 +173,7 @@ class _Measurement:
                 "--bytes",
                 self.size,
             ),
-            *("--slots", _slots(self.workers), "--processes", self.workers),
+            *("--slots", slots_for(self.workers), "--processes", self.workers),
         )
         self.bare.add(line, line["cpu_ns"], _since(self.device, before))
         return self.bare.gb_per_s[-1] * 1e9
@@ -250,8 +250,8 @@ def scratch_file(folder: Path, size: int, progress: Progress) -> Path:
     path.unlink(missing_ok=True)
     partial = path.with_suffix(".partial")
     try:
-        with _writable(partial) as fd:
-            _write_random(fd, size, progress)
+        with _writable(partial, os.O_TRUNC) as fd:
+            _write_random(fd, 0, size, progress)
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -269,10 +269,10 @@ def _is_whole(path: Path, size: int) -> bool:
 
 
 @contextlib.contextmanager
-def _writable(path: Path) -> Iterator[int]:
+def _writable(path: Path, more: int = 0) -> Iterator[int]:
     """A descriptor for direct writes, or for plain ones where those are refused; what it leaves in the
     page cache is dropped at the end."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | more
     try:
         fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
     except OSError:
@@ -286,15 +286,29 @@ def _writable(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _write_random(fd: int, size: int, progress: Progress) -> None:
+def fill_random(path: Path, start: int, end: int, progress: Progress) -> None:
+    """Random bytes, allocated, from `start` to `end` of a file so long; past the page cache but for the
+    pieces at both ends that are no whole CHUNK."""
+    first, last = min(end, -(-start // CHUNK) * CHUNK), end // CHUNK * CHUNK
+    random = np.random.default_rng()
+    with path.open("r+b") as file:
+        for at, to in ((start, first), (max(first, last), end)):
+            file.seek(at)
+            file.write(random.bytes(max(0, to - at)))
+    with _writable(path) as fd:
+        os.lseek(fd, first, os.SEEK_SET)
+        _write_random(fd, first, max(first, last), progress)
+
+
+def _write_random(fd: int, start: int, end: int, progress: Progress) -> None:
     random = np.random.default_rng()  # never the same bytes twice: nothing below can share blocks
     with mmap.mmap(-1, CHUNK) as chunk:  # page-aligned, as direct writes want it
-        for done in range(0, size, CHUNK):
-            progress("scratch file, MiB", done // MIB, size // MIB)
+        for done in range(start, end, CHUNK):
+            progress("scratch file, MiB", done // MIB, end // MIB)
             chunk[:] = random.bytes(CHUNK)
             left = memoryview(chunk)
             while left:
                 n = os.write(fd, left)
                 left = left[n:]
             left.release()
-    progress("scratch file, MiB", size // MIB, size // MIB)
+    progress("scratch file, MiB", end // MIB, end // MIB)

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
 from smoe_mp.sources.smoe import DESCRIPTOR_DTYPE, ENTRY_DTYPE, HEADER_DTYPE, MAGIC
 
-__all__ = ["BUILDERS", "GRIDS", "run"]
+__all__ = ["BF16", "BUILDERS", "GRIDS", "gguf_model", "run", "safetensors_model"]
 
 #: Layers x experts of Qwen3-235B-A22B and of Kimi-K2.
 GRIDS = ((94, 128), (61, 384))
@@ -35,6 +35,8 @@ WIDTH, HIDDEN = 64, 128
 ROUNDS, QUICK_ROUNDS = 9, 3
 #: Of the vocabulary, and as many merges.
 GGUF_WORDS = 250_000
+#: Of a GGUF block type: number, elements and bytes of a block.
+_Q4_0, _Q8_0, BF16 = (2, 32, 18), (8, 32, 34), (30, 1, 2)
 SECONDS = Goal("at most", 1.0)
 MIB = Goal("at most", 95.0)  # 100 MB
 
@@ -58,11 +60,13 @@ print(json.dumps({"open_s": opened - began, "tables_s": done - opened, "mib": pe
 """
 
 
-def _safetensors(folder: Path, layers: int, experts: int) -> Path:
+def safetensors_model(
+    folder: Path, layers: int, experts: int, width: int = WIDTH, hidden: int = HIDDEN
+) -> Path:
     """Per-expert tensors in one file a layer, with an index, as Hugging Face folders have them."""
     weight_map: dict[str, str] = {}
-    shapes = {"down_proj": (HIDDEN, WIDTH), "gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN)}
-    size = 2 * WIDTH * HIDDEN
+    shapes = {"down_proj": (hidden, width), "gate_proj": (width, hidden), "up_proj": (width, hidden)}
+    size = 2 * width * hidden
     for layer in range(layers):
         name = f"model-{layer + 1:05}-of-{layers:05}.safetensors"
         header: dict[str, Any] = {}
@@ -82,8 +86,8 @@ def _safetensors(folder: Path, layers: int, experts: int) -> Path:
         "num_hidden_layers": layers,
         "num_experts": experts,
         "num_experts_per_tok": 8,
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": WIDTH,
+        "hidden_size": hidden,
+        "moe_intermediate_size": width,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -111,7 +115,7 @@ def _stacked(folder: Path, layers: int, experts: int) -> Path:
 def _manifest(folder: Path, layers: int, experts: int) -> Path:
     """A manifest of the per-expert safetensors files."""
     out = folder / "manifest.json"
-    write_manifest(open_source(_safetensors(folder, layers, experts)), out)
+    write_manifest(open_source(safetensors_model(folder, layers, experts)), out)
     return out
 
 
@@ -148,8 +152,17 @@ def _gguf_text(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-def _gguf(folder: Path, layers: int, experts: int) -> Path:
-    """Stacks of block types that alternate from layer to layer, behind a vocabulary of the usual size."""
+def gguf_model(
+    folder: Path,
+    layers: int,
+    experts: int,
+    width: int = WIDTH,
+    hidden: int = HIDDEN,
+    *,
+    kinds: Sequence[tuple[int, int, int]] = (_Q4_0, _Q8_0),
+) -> Path:
+    """Stacks, behind a vocabulary of the usual size.  Block types, each by number, elements and bytes, change
+    from layer to layer: `down` has the layer's, gate and up the first."""
     words = b"".join(_gguf_text(f"word {i}") for i in range(GGUF_WORDS))
     keys = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
     pairs = _gguf_text("general.architecture") + struct.pack("<I", 8) + _gguf_text("qwen3moe")
@@ -159,11 +172,11 @@ def _gguf(folder: Path, layers: int, experts: int) -> Path:
         pairs += _gguf_text(f"qwen3moe.{key}") + struct.pack("<II", 4, number)
     table, end = b"", 0
     for layer in range(layers):
-        for role, cols, rows in (("gate", HIDDEN, WIDTH), ("up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
-            kind, block_bytes = (8, 34) if role == "down" and layer % 2 else (2, 18)  # Q8_0, Q4_0
+        for role, cols, rows in (("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)):
+            kind, elements, nbytes = kinds[layer % len(kinds) if role == "down" else 0]
             table += _gguf_text(f"blk.{layer}.ffn_{role}_exps.weight")
             table += struct.pack("<IQQQIQ", 3, cols, rows, experts, kind, end)
-            end += cols // 32 * block_bytes * rows * experts
+            end += cols // elements * nbytes * rows * experts
             end += -end % 32
     head = b"GGUF" + struct.pack("<IQQ", 3, 3 * layers, len(keys) + len(numbers) + 1) + pairs + table
     out = folder / "model.gguf"
@@ -176,9 +189,9 @@ def _gguf(folder: Path, layers: int, experts: int) -> Path:
 #: By the name of the format: a function that makes the files of `layers` x `experts` in a folder, and returns
 #: what is to be opened.
 BUILDERS: dict[str, Callable[[Path, int, int], Path]] = {
-    "safetensors": _safetensors,
+    "safetensors": safetensors_model,
     "safetensors stacks": _stacked,
-    "gguf": _gguf,
+    "gguf": gguf_model,
     "manifest": _manifest,
     "smoe": _smoe,
 }

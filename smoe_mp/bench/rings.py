@@ -24,7 +24,7 @@ from typing import Any
 from smoe_mp import segments
 from smoe_mp.errors import SmoeError
 from smoe_mp.process import Child, Loop, WatchPipe, end_all
-from smoe_mp.sources.base import Expert, Extent, ModelFacts, SourceFile, Tensor
+from smoe_mp.sources.base import Expert, Extent, ModelFacts, Source, SourceFile, Tensor
 
 READY_S = 60.0  # for workers to open the file
 GRACE_S, TERM_S, KILL_S = 10.0, 5.0, 5.0
@@ -118,9 +118,7 @@ class BenchRing:
 
 
 @contextlib.contextmanager
-def bench_ring(
-    source: FlatSource, *, slots: int, workers: int, read_align: int = 4096
-) -> Iterator[BenchRing]:
+def bench_ring(source: Source, *, slots: int, workers: int, read_align: int = 4096) -> Iterator[BenchRing]:
     """A ring of this process on `source`, its `workers` processes ready."""
     name = f"bench-{os.getpid()}-{next(_numbers)}"
     with contextlib.ExitStack() as undo:

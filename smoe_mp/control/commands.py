@@ -52,10 +52,14 @@ class PingResult(Struct, frozen=True):
 
 
 class VaultStatus(Struct, frozen=True):
+    """The model; `checksums`: experts that have one; `verify`: reads are held against them."""
+
     path: str
     format: str
     experts: int
     bytes: int
+    checksums: int = 0
+    verify: bool = False
 
 
 class FileStatus(Struct, frozen=True):

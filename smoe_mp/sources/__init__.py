@@ -2,7 +2,7 @@
 
 base         what a source yields
 files        opening a file, reading by numbers that stand in it
-smoe         `.smoe` vaults
+smoe         `.smoe` vaults, versions 1 and 2; smoe3.py version 3; smoe_file.py what they share
 safetensors  Hugging Face folders; families.py has the names that models give to their experts
 gguf         GGUF files
 manifest     files of one's own
@@ -18,7 +18,7 @@ from smoe_mp.errors import VaultError
 from smoe_mp.sources.base import Source
 from smoe_mp.sources.manifest import MANIFEST_NAME, open_manifest
 from smoe_mp.sources.safetensors import open_safetensors
-from smoe_mp.sources.smoe import open_smoe
+from smoe_mp.sources.smoe3 import open_vault
 
 __all__ = ["Source", "open_source"]
 
@@ -42,7 +42,7 @@ def open_source(path: str | Path) -> Source:
         return open_safetensors(path)
     if path.suffix == ".json":
         return open_manifest(path)
-    return open_smoe(path)
+    return open_vault(path)
 
 
 def _is_folder(path: Path) -> bool:

@@ -24,6 +24,8 @@ MAX_EXPERTS = 2_097_151
 MAX_GRID_CELLS = 1 << 24
 # What the ring's record of a tensor has room for.
 MAX_DIMENSIONS = 4
+# More than any file holds.  A type that is not known has no size that would bound its shape.
+MAX_ELEMENTS = 1 << 48
 
 Column = npt.NDArray[np.int64]
 
@@ -109,6 +111,11 @@ def _check_layouts(path: Path, x: ExpertTable, layouts: Sequence[tuple[Tensor, .
                 raise VaultError(
                     f"{path}: tensor {t.name!r} of layout {number} has {len(t.shape)} dimensions, at most"
                     f" {MAX_DIMENSIONS} can be served"
+                )
+            if any(n > MAX_ELEMENTS for n in t.shape):
+                raise VaultError(
+                    f"{path}: tensor {t.name!r} of layout {number} has shape {list(t.shape)}; at most"
+                    f" {MAX_ELEMENTS} elements a dimension are accepted"
                 )
             has = rows & (t.part < n_parts)
             _refuse_first(path, x, rows & ~has, _wrong_part(t, n_parts))

@@ -20,7 +20,7 @@ be moved in its slot should be small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,25 +217,10 @@ class _Role:
         return not self.main, ORDER.index(name) if name in ORDER else len(ORDER), self.name
 
 
-@dataclass(slots=True)
-class _Columns:
-    """Growing rows: which tensor (file, row of its columns) is in which role of which layer and expert."""
-
-    layer: list[int]
-    expert: list[int]
-    role: list[int]
-    file: list[int]
-    row: list[int]
-
-    def add(self, layer: int, expert: int, role: int, file: int, row: int) -> None:
-        self.layer.append(layer)
-        self.expert.append(expert)
-        self.role.append(role)
-        self.file.append(file)
-        self.row.append(row)
-
-    def arrays(self) -> Iterator[Column]:
-        return (np.array(c, np.int64) for c in (self.layer, self.expert, self.role, self.file, self.row))
+#: What a row of `_Found` says: tensor `row` of file `file` is in this role of this layer and expert.
+_ROW = ("layer", "expert", "role", "file", "row")
+#: In the place of a layer's number.
+_NO_LAYER, _DRAFT = -1, -2
 
 
 class _Found:
@@ -245,16 +230,20 @@ class _Found:
         self.checkpoint = checkpoint
         self.wanted = wanted
         self.roles: list[_Role] = []
-        self.each = _Columns([], [], [], [], [])
-        self.stacks = _Columns([], [], [], [], [])
+        self._each: list[int] = []  # rows of `_ROW`, one behind the other
+        self._stacks: list[int] = []
         self.drafts = 0  # tensors of draft layers' experts
         self.prefix: str | None = None
         self.module = "mlp."
+        self._layer_of: dict[str, int] = {}
+        self._expert_of: dict[str, int | None] = {}
         self._each_role: dict[str, int] = {}
         self._stack_role: dict[str, int | None] = {}
         for number, file in enumerate(checkpoint.files):
             for row, name in enumerate(file.names):
                 self._look_at(name, number, row)
+        self.each = np.array(self._each, np.int64).reshape(-1, len(_ROW)).T
+        self.stacks = np.array(self._stacks, np.int64).reshape(-1, len(_ROW)).T
 
     def stored_name(self, layer: int, expert: int, role: _Role) -> str:
         """What the checkpoint calls a tensor, or would."""
@@ -287,28 +276,53 @@ class _Found:
         return self.example(min(needs, key=ORDER.index))
 
     def _look_at(self, name: str, file: int, row: int) -> None:
+        head, found, tail = name.partition(".experts.")
+        if found:
+            digits, _, each = tail.partition(".")
+            expert = self._expert_of.get(digits)
+            if expert is None and digits not in self._expert_of:
+                expert = self._expert_of[digits] = _number(digits)
+            if expert is not None and each:
+                layer = self._layer(head, name)
+                if layer >= 0:
+                    self._each += (layer, expert, self._role_of_each(each), file, row)
+                self.drafts += layer == _DRAFT
+                return
+        self._look_at_stack(name, file, row)
+
+    def _layer(self, head: str, name: str) -> int:
+        """The number of the layer that is in what stands before `.experts.`."""
+        layer = self._layer_of.get(head)
+        if layer is None:
+            prefix, layer, module = self._split(head)
+            if layer >= 0:
+                self._check_prefix(prefix, name)
+                self.module = module + "." if module else ""
+            self._layer_of[head] = layer
+        return layer
+
+    def _split(self, name: str) -> tuple[str, int, str]:
+        """The prefix of a name, the number of its layer, and what follows."""
         prefix, found, rest = name.partition("layers.")
-        if not found or (prefix and not prefix.endswith(".")):
-            return
         digits, _, rest = rest.partition(".")
         layer = _number(digits)
-        at = 0 if rest.startswith("experts.") else rest.find(".experts.") + 1
-        expert, each = None, ""
-        if at or rest.startswith("experts."):
-            digits, _, each = rest[at + len("experts.") :].partition(".")
-            expert = _number(digits)
-        role = self._stack(rest, at, file, row) if expert is None or not each else self._each(each)
-        if role is None or layer is None:
+        if not found or (prefix and not prefix.endswith(".")) or layer is None:
+            return prefix, _NO_LAYER, ""
+        draft = layer >= self.wanted.n_layers or not families.DRAFT_WORDS.isdisjoint(prefix.split("."))
+        return prefix, _DRAFT if draft else layer, rest
+
+    def _look_at_stack(self, name: str, file: int, row: int) -> None:
+        prefix, layer, rest = self._split(name)
+        if layer == _NO_LAYER:
             return
-        if layer >= self.wanted.n_layers or not families.DRAFT_WORDS.isdisjoint(prefix.split(".")):
+        role = self._role_of_stack(rest, file, row)
+        if role is None:
+            return
+        if layer == _DRAFT:
             self.drafts += 1
             return
         self._check_prefix(prefix, name)
-        if expert is None or not each:
-            self.stacks.add(layer, 0, role, file, row)
-        else:
-            self.module = rest[:at]
-            self.each.add(layer, expert, role, file, row)
+        self._stacks += (layer, 0, role, file, row)
 
     def _check_prefix(self, prefix: str, name: str) -> None:
         if self.prefix is None:
@@ -319,7 +333,7 @@ class _Found:
                 " which of the two models is meant, only a manifest can say (docs/formats.md)"
             )
 
-    def _each(self, each: str) -> int:
+    def _role_of_each(self, each: str) -> int:
         """The role of what stands behind `experts.E.`."""
         role = self._each_role.get(each)
         if role is None:
@@ -329,10 +343,10 @@ class _Found:
             role = self._each_role[each] = self._role(made)
         return role
 
-    def _stack(self, rest: str, at: int, file: int, row: int) -> int | None:
+    def _role_of_stack(self, rest: str, file: int, row: int) -> int | None:
         """The role of a tensor that is no single expert's; None where it is no stack of experts."""
         if rest not in self._stack_role:
-            made = self._stack_kind(rest) or self._unknown_stack(rest, at, file, row)
+            made = self._stack_kind(rest) or self._unknown_stack(rest, file, row)
             self._stack_role[rest] = None if made is None else self._role(made)
             if made is not None and made.projection is not None and rest.endswith(made.stored):
                 self.module = rest[: len(rest) - len(made.stored)]
@@ -348,8 +362,9 @@ class _Found:
                 return _Role(p, suffix[1:], rest[at:], True)
         return None
 
-    def _unknown_stack(self, rest: str, at: int, file: int, row: int) -> _Role | None:
+    def _unknown_stack(self, rest: str, file: int, row: int) -> _Role | None:
         """A tensor of the experts' module that no family names, but that has one row an expert."""
+        at = 0 if rest.startswith("experts.") else rest.find(".experts.") + 1
         if not at and not rest.startswith("experts."):
             return None
         shape = self.checkpoint.files[file].tensor(row).shape
@@ -373,28 +388,26 @@ def _number(digits: str) -> int | None:
 def _check_extent(found: _Found, wanted: _Wanted) -> None:
     """Refuse numbers in config.json that the checkpoint does not bear out, before room is made for them."""
     n, cells = wanted.n_experts, len(wanted.layers) * wanted.n_experts
-    stacked: set[int] = set()
-    filled = len(found.each.row)
-    for layer, file, row in zip(found.stacks.layer, found.stacks.file, found.stacks.row, strict=True):
+    for file, row in found.stacks[3:].T.tolist():
         tensor = found.checkpoint.files[file].tensor(row)
         if not tensor.shape or tensor.shape[0] != n or tensor.nbytes < n or tensor.nbytes % n:
             raise wanted.refuse(
                 f"tensor {tensor.name!r}: {tensor.nbytes} bytes of shape {list(tensor.shape)} are no stack of"
                 f" the {n} experts that {CONFIG_NAME} says"
             )
-        stacked.add(layer)
-        filled += n
-    there = set(zip(found.each.layer, found.each.expert, strict=True))
-    for layer in wanted.layers:
-        if layer in stacked:
-            continue
-        first = next((expert for expert in range(n) if (layer, expert) not in there), n)
-        if first < n:
-            role = found.first_needed()
+    filled = found.each.shape[1] + n * found.stacks.shape[1]
+    stacked = set(found.stacks[0].tolist())
+    layer, expert = found.each[:2]
+    there = np.unique(layer[expert < n] * n + expert[expert < n])  # below 2^14 x 2^21
+    for number in wanted.layers:
+        ids = there[np.searchsorted(there, number * n) : np.searchsorted(there, number * n + n)] - number * n
+        if number not in stacked and len(ids) < n:
+            first = int(np.argmax(np.append(ids, n) != np.arange(len(ids) + 1)))
+            name = found.stored_name(number, first, found.first_needed())
             raise wanted.refuse(
-                f"{found.stored_name(layer, first, role)!r} is missing, and all else of expert {first} of"
-                f" layer {layer}; {CONFIG_NAME} (model_type {wanted.model_type!r}) says {len(wanted.layers)}"
-                f" layers of {n} experts, and tensors of {len(there) + n * len(stacked)} experts are there"
+                f"{name!r} is missing, and all else of expert {first} of layer {number}; {CONFIG_NAME}"
+                f" (model_type {wanted.model_type!r}) says {len(wanted.layers)} layers of {n} experts, and"
+                f" tensors of {len(there) + n * len(stacked)} experts are there"
             )
     if cells * len(found.roles) > SPARSEST * filled:
         raise wanted.refuse(
@@ -437,7 +450,7 @@ class _Table:
         return self.found.checkpoint.files[file].names[row]
 
     def _fill_each(self) -> None:
-        layer, expert, role, file, row = self.found.each.arrays()
+        layer, expert, role, file, row = self.found.each
         if not len(layer):
             return
         wrong = (self._first[layer] < 0) | (expert >= self.wanted.n_experts)
@@ -482,7 +495,7 @@ class _Table:
 
     def _fill_stacks(self) -> None:
         n = self.wanted.n_experts
-        for layer, _, role, file, row in zip(*(c.tolist() for c in self.found.stacks.arrays()), strict=True):
+        for layer, _, role, file, row in self.found.stacks.T.tolist():
             tensor = self.found.checkpoint.files[file].tensor(row)
             first = int(self._first[layer])
             if first < 0:

@@ -7,7 +7,7 @@
     model.generate(**tokenizer("...", return_tensors="pt"))
 
 What `load` gives is the family's own class of transformers, loaded by `from_pretrained`, with everything but
-the routed experts in memory: those come from a ring, expert by expert, while the family's own eager code runs.
+the routed experts in memory: those come from a ring, one by one, while the family's own eager code runs.
 The results are those of the resident model with `experts_implementation="eager"`, to the last bit.
 
     experts      the hook: streamed weights, passes, recipes
@@ -120,8 +120,8 @@ def _check_ring(ring: Ring, checkpoint: Checkpoint) -> None:
     """The ring is one of this very model: files, experts, tensors."""
     if why := difference_to(ring._open().ptr, ring.name, checkpoint.source):
         raise ModelError(
-            f"ring {ring.name}: of another model than {checkpoint.path}: {why}; start `smoe-mp up` for this one, or"
-            " load without a ring"
+            f"ring {ring.name}: of another model than {checkpoint.path}: {why}; start `smoe-mp up` for this"
+            " one, or load without a ring"
         )
 
 

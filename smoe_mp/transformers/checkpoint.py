@@ -46,6 +46,7 @@ def open_checkpoint(path: str | Path, config: Any = None) -> Checkpoint:
     chosen = _given(config) if config is not None else _own_config(source)
     model_class = _class_of(chosen, source)
     _check_family(chosen, source)
+    _check_unquantized(chosen, source)
     return Checkpoint(where, source, chosen, model_class)
 
 
@@ -88,8 +89,8 @@ def _own_config(source: Source) -> Any:
         scout: Any = importlib.import_module("smoe_mp.transformers.scout")
         return scout.config_of(source)
     raise ModelError(
-        f"{source.path}: a {source.format} has experts only; a model needs its other weights as well: give the"
-        " folder, GGUF file or vault"
+        f"{source.path}: a {source.format} has experts only; a model needs its other weights as well: give"
+        " the folder, GGUF file or vault"
     )
 
 
@@ -119,6 +120,16 @@ def _check_family(config: Any, source: Source) -> None:
         raise ModelError(
             f"{source.path}: model type {model_type!r} is not one of those whose experts can be streamed:"
             f" {', '.join(MODEL_TYPES)}"
+        )
+
+
+def _check_unquantized(config: Any, source: Source) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and source.format == "safetensors":
+        fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+        raise ModelError(
+            f"{source.path}: its weights are quantised ({fields.get('quant_method')}), which is not supported"
+            " yet in a folder: take the unquantised model, a GGUF file of it, or a vault"
         )
 
 

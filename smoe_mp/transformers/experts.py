@@ -1,9 +1,9 @@
 """The experts of one layer, streamed, under the family's own code.
 
 transformers keeps the experts of a layer as stacked parameters, `gate_up_proj[expert]`, `down_proj[expert]`,
-and lets a registered function run in place of the module's forward.  Ours runs that very forward (the family's
-eager one: biases, clamps and gates come with it), with each parameter replaced by a `StreamedWeight` whose
-`[expert]` is a view over the ring:
+and lets a registered function run in place of the module's forward.  Ours runs that very forward (the
+family's eager one: biases, clamps and gates come with it), with each parameter replaced by a
+`StreamedWeight` whose `[expert]` is a view over the ring:
 
     router ──► top_k_index ──► Pass: demand what is wanted, in ascending order, in waves
                                  │
@@ -13,8 +13,8 @@ The eager forward visits experts in ascending order and sums in that order, so e
 sum in bfloat16 depends on the order.  `Ring.in_order` holds at most half the ring, so a prompt may want more
 experts than the ring has slots.
 
-How an expert's tensors become a slice of a parameter is a `Recipe`, derived from the tags that the source
-gives (docs/formats.md) and the flags of the module's class, never from a shape alone.
+Which of an expert's tensors make a slice of a parameter is a `Recipe`.  The tags that the source gives
+(docs/formats.md) must agree with the flags of the module's class: a shape says nothing of the order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,88 +76,55 @@ class Stream:
 # --- recipes -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How tensors of an expert make a slice of a parameter.
-
-    `names`: one tensor, or several whose outputs stand one behind the other (`interleave`: in turn).
-    `swap`: the slice is the transpose.  `blocks`: the tensor is in blocks with scales apart.
-    """
-
-    names: tuple[str, ...]
-    interleave: bool = False
-    swap: bool = False
-    blocks: bool = False
+#: The tensors of an expert that make a slice of a parameter: one, or several whose outputs follow each other.
+Recipe = tuple[str, ...]
 
 
 def recipe_for(module: Any, parameter: str, shape: Sequence[int], tensors: Mapping[str, Tensor]) -> Recipe:
-    """The recipe of `parameter` of an experts module, whose slices have `shape`.
+    """What makes `parameter` of an experts module, whose slices have `shape`.
 
     `tensors`: an expert's, by name.  ModelError where one is missing, or of another order or shape.
     """
     stem = parameter.removesuffix("_bias")
-    end = ".bias" if parameter.endswith("_bias") else ""
+    end = ".bias" if parameter != stem else ""
     for names in _PROJECTIONS.get(stem, ()):
         wanted = tuple(name + end for name in names)
-        packed = tuple(f"{name}.blocks" for name in names)
         if all(name in tensors for name in wanted):
-            return _checked(module, parameter, shape, [tensors[name] for name in wanted], blocks=False)
-        if not end and all(name in tensors for name in packed):
-            return _checked(module, parameter, shape, [tensors[name] for name in packed], blocks=True)
+            found = [tensors[name] for name in wanted]
+            _check_order(module, found, bias=bool(end))
+            _check_shape(parameter, shape, found)
+            return wanted
     raise ModelError(
         f"parameter {parameter} of the experts: no such tensor among {', '.join(tensors)}; the files are not"
         " those of this model"
     )
 
 
-def _checked(
-    module: Any, parameter: str, shape: Sequence[int], found: Sequence[Tensor], *, blocks: bool
-) -> Recipe:
-    bias = parameter.endswith("_bias")
-    words = [set(t.tag.split(",")) for t in found]
-    if any("unknown" in w for w in words):
+def _check_order(module: Any, found: Sequence[Tensor], *, bias: bool) -> None:
+    """The elements stand as the module's code takes them; nothing is put into another order."""
+    for t in found:
+        words = set(t.tag.split(","))
+        if "unknown" in words:
+            raise ModelError(f"{t.name}: the order of its elements is not known for this model type")
+        if not bias and ("transposed" in words) != bool(module.is_transposed):
+            raise ModelError(f"{t.name} is {t.tag!r}, the model's code takes it the other way round")
+        fused = t.name.startswith("gate_up")
+        if fused and ("interleaved" in words) == bool(module.is_concatenated):
+            raise ModelError(f"{t.name} is {t.tag!r}, the model's code has gate and up in another order")
+    if len(found) > 1 and (module.is_transposed or not module.is_concatenated):
+        names = " and ".join(t.name for t in found)
+        raise ModelError(f"{names} lie apart, and the model's code takes them as columns or in turn")
+
+
+def _check_shape(parameter: str, shape: Sequence[int], found: Sequence[Tensor]) -> None:
+    shapes = [t.shape for t in found]
+    alike = all(s and s[1:] == shapes[0][1:] for s in shapes)
+    made = [sum(s[0] for s in shapes), *shapes[0][1:]] if alike else []
+    if made != list(shape):
         raise ModelError(
-            f"{', '.join(t.name for t in found)}: the order of the elements is not known for this model type"
-        )
-    concatenated = bool(module.is_concatenated) or stem_of(parameter) != "gate_up_proj"
-    if len(found) == 1 and not concatenated and "interleaved" not in words[0]:
-        raise ModelError(f"{found[0].name} is {found[0].tag!r}; the model has gate and up interleaved")
-    if len(found) == 1 and concatenated and "interleaved" in words[0]:
-        raise ModelError(f"{found[0].name} is {found[0].tag!r}; the model has gate in front of up")
-    swaps = {("transposed" in w) != bool(module.is_transposed) and not bias for w in words}
-    if len(swaps) > 1:
-        raise ModelError(f"{', '.join(f'{t.name} is {t.tag!r}' for t in found)}: not one order")
-    recipe = Recipe(
-        tuple(t.name for t in found),
-        interleave=len(found) > 1 and not concatenated,
-        swap=swaps.pop(),
-        blocks=blocks,
-    )
-    made = _shape_of(recipe, found)
-    if list(made) != list(shape):
-        raise ModelError(
-            f"{', '.join(recipe.names)}: makes a slice of shape {list(made)}, the model's {parameter} has"
+            f"{', '.join(t.name for t in found)}: makes a slice of shape {made}, the model's {parameter} has"
             f" {list(shape)}: the files are not those of this model"
         )
-    return recipe
-
-
-def stem_of(parameter: str) -> str:
-    """The parameter without what makes it a bias."""
-    return parameter.removesuffix("_bias")
-
-
-def _logical(t: Tensor, blocks: bool) -> tuple[int, ...]:
-    """The shape in weights: MXFP4 blocks are [rows, groups, 16 bytes of 2 weights]."""
-    return (t.shape[0], t.shape[1] * t.shape[2] * 2) if blocks and len(t.shape) == 3 else t.shape
-
-
-def _shape_of(recipe: Recipe, found: Sequence[Tensor]) -> tuple[int, ...]:
-    shapes = [_logical(t, recipe.blocks) for t in found]
-    if any(len(s) != len(shapes[0]) or s[1:] != shapes[0][1:] for s in shapes) or not shapes[0]:
-        return ()
-    whole = (sum(s[0] for s in shapes), *shapes[0][1:])
-    return whole[::-1] if recipe.swap else whole
 
 
 # --- weights -----------------------------------------------------------------------------------------------
@@ -203,7 +170,7 @@ class StreamedWeight:
         self.shape = tuple(parameter.shape)
         self.dtype = parameter.dtype
         self.ndim = len(self.shape)
-        self.recipe: Recipe | None = None
+        self.recipe: Recipe = ()
 
     def __repr__(self) -> str:
         return f"<StreamedWeight {self.name} {list(self.shape)} {self.dtype}>"
@@ -211,47 +178,37 @@ class StreamedWeight:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ModelError(
-            f"{self.name}.{name}: these experts are streamed, and only the family's eager code runs on them"
+        raise self._misused(f".{name}")
+
+    def __getitem__(self, expert: Any) -> Any:
+        if isinstance(expert, slice | tuple | list) or (torch.is_tensor(expert) and expert.ndim):
+            raise self._misused("[several]")
+        return _slice(self.layer.expert_of_pass(int(expert)), self)
+
+    def _misused(self, how: str) -> ModelError:
+        return ModelError(
+            f"{self.name}{how}: these experts are streamed, and only the family's eager code runs on them"
             f" (experts_implementation={IMPLEMENTATION!r})"
         )
 
-    def __getitem__(self, expert: Any) -> Any:
-        return _slice(self.layer.expert_of_pass(int(expert)), self)
-
 
 def _slice(expert: Expert, weight: StreamedWeight) -> Any:
-    recipe, threads = weight.recipe, weight.layer.stream.threads
-    assert recipe is not None
-    if recipe.blocks:
-        parts = [_from_blocks(expert, name, weight.dtype, threads) for name in recipe.names]
-    elif (joined := _adjacent(expert, recipe)) is not None:
-        parts = [joined.to(weight.dtype)]
-    else:
-        parts = [views.dequantize(expert, name, weight.dtype, threads=threads) for name in recipe.names]
-    if recipe.interleave:
-        whole = torch.stack(parts, 1).flatten(0, 1)
-    elif len(parts) == 1:
-        whole = parts[0]
-    elif len(weight.shape) == 3 and not recipe.swap:
-        return Rows(parts)
-    else:
-        whole = torch.cat(parts)
-    if not recipe.swap:
-        return whole
-    # A weight that was decoded is laid out as the resident one would be: kernels differ in their last bits.
-    return (
-        whole.t() if whole.data_ptr() == parts[0].data_ptr() and not recipe.blocks else whole.t().contiguous()
-    )
+    names, threads = weight.recipe, weight.layer.stream.threads
+    if (joined := _adjacent(expert, names)) is not None:
+        return joined.to(weight.dtype)
+    parts = [views.dequantize(expert, name, weight.dtype, threads=threads) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(parts) if len(weight.shape) == 3 else torch.cat(parts)
 
 
-def _adjacent(expert: Expert, recipe: Recipe) -> torch.Tensor | None:
+def _adjacent(expert: Expert, names: Recipe) -> torch.Tensor | None:
     """Several floating-point tensors that lie one behind the other in the slot, as one view."""
-    if len(recipe.names) < 2 or recipe.interleave:
+    if len(names) < 2:
         return None
-    infos = [expert.tensors[name] for name in recipe.names]
+    infos = [expert.tensors[name] for name in names]
     first = infos[0]
-    for one, next_one in zip(infos, infos[1:], strict=False):
+    for one, next_one in pairwise(infos):
         if next_one.offset != one.offset + one.nbytes or next_one.dtype != first.dtype:
             return None
     if first.dtype not in ("F32", "F16", "BF16"):
@@ -259,14 +216,6 @@ def _adjacent(expert: Expert, recipe: Recipe) -> torch.Tensor | None:
     shape = (sum(i.shape[0] for i in infos), *first.shape[1:])
     whole = TensorInfo(first.name, first.dtype, shape, first.offset, sum(i.nbytes for i in infos))
     return views.over(expert, whole)
-
-
-def _from_blocks(expert: Expert, name: str, dtype: Any, threads: int) -> torch.Tensor:
-    """MXFP4 as gpt_oss checkpoints have it: blocks and scales apart, rows as outputs."""
-    blocks = expert.tensors[name]
-    shape = (blocks.shape[0], blocks.shape[1] * blocks.shape[2] * 2)
-    scales = expert.tensors[name.removesuffix("blocks") + "scales"]
-    return views.decode(expert, blocks, dtype, type_name="MXFP4", shape=shape, scales=scales, threads=threads)
 
 
 # --- a layer -----------------------------------------------------------------------------------------------
@@ -283,14 +232,15 @@ class ExpertLayer:
 
     @property
     def n_experts(self) -> int:
-        return next(iter(self.weights.values())).shape[0]
+        first: StreamedWeight = next(iter(self.weights.values()))
+        return int(first.shape[0])
 
     def expert_of_pass(self, expert: int) -> Expert:
         running: Pass | None = getattr(self.stream.local, "running", None)
         if running is None or running.layer is not self:
             raise ModelError(
-                f"{self.name}: expert {expert} is wanted outside of a pass; these experts are streamed, and only"
-                f" experts_implementation={IMPLEMENTATION!r} runs on them"
+                f"{self.name}: expert {expert} is wanted outside of a pass; these experts are streamed, and"
+                f" only experts_implementation={IMPLEMENTATION!r} runs on them"
             )
         return running.expert(expert)
 

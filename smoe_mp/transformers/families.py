@@ -1,9 +1,9 @@
 """Which model families run on streamed experts.  Data, no code.
 
-A family is here when its tiny models gave, with the releases named in docs/transformers.md, the same logits and
-tokens as the resident model with the family's eager experts code (tests/torch/test_families.py).  One that is
-not here may well work; but a wrong guess of the order of gate and up computes fluent nonsense, so it is refused
-by name.
+A family is here when its tiny models gave, with the releases named in docs/transformers.md, the same logits
+and tokens as the resident model with the family's eager experts code (tests/torch/test_families.py).  One
+that is not here may well work; but a wrong guess of the order of gate and up computes fluent nonsense, so it
+is refused by name.
 """
 
 from __future__ import annotations

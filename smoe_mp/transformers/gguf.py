@@ -1,9 +1,9 @@
 """GGUF models: the configuration out of the header, and the dense weights, tensor by tensor.
 
 transformers says how an architecture's header becomes a configuration and how its tensors are named and
-turned; that is used as it is.  What it does not do is leave the experts out: it would decode all of them to
-float32.  So the dense tensors are read here, from places that the header's own reader has checked, decoded one
-at a time by smoe_mp.dequant, and given to the model in the wanted type.
+turned; that is used as it is.  What it does not do is leave the experts out: it would decode all of them
+to float32.  So the dense tensors are read here, from places that the header's own reader has checked,
+decoded one at a time by smoe_mp.dequant, and given to the model in the wanted type.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def streamed_class(cls: Any, source: Source) -> Any:
 def bind(model: Any, ring: Ring) -> None:
     """Let the experts of a model of `streamed_class` come from `ring`.
 
-    Parameters go on requiring gradients, although none can be had: torch.matmul chooses its kernel by that, and
-    results would differ in their last bits from the resident model's.
+    Parameters go on requiring gradients, although none can be had: torch.matmul chooses its kernel by that,
+    and results would differ in their last bits from the resident model's.
     """
     model._smoe_stream.bind(ring)
     if ring.speculation_ranks:
@@ -80,7 +80,7 @@ def _strip(model: Any, source: Source) -> None:
 
 
 def _config_of(module: Any) -> Mapping[str, Any]:
-    """The configuration by which a decorated experts module chooses its implementation, {} if there is none."""
+    """The configuration by which a decorated experts module chooses its implementation; {}: there is none."""
     config = getattr(module, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
     return {} if implementation is None else {"_experts_implementation": implementation}
@@ -138,7 +138,8 @@ class _Experts:
         count, layouts = self._of_layer.get(layer, (0, set()))
         if count != weight.shape[0]:
             raise ModelError(
-                f"{self._path}: {count} experts in layer {layer}, the model's {weight.name} has {weight.shape[0]}"
+                f"{self._path}: {count} experts in layer {layer}, the model's {weight.name} has"
+                f" {weight.shape[0]}"
             )
         try:
             recipes = {
@@ -209,11 +210,19 @@ def _overrides(cls: Any) -> dict[str, Callable[..., Any]]:
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
         raise ModelError(
-            "a model with streamed experts cannot be saved: it would be one without experts; the files that it"
-            " was loaded from are the model"
+            "a model with streamed experts cannot be saved: it would be one without experts; the files that"
+            " it was loaded from are the model"
         )
 
-    made = {"train": train, "to": to, "__call__": __call__}
+    def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
+        if experts_implementation != IMPLEMENTATION:
+            raise ModelError(
+                f"experts_implementation={experts_implementation!r}: streamed experts run with"
+                f" {IMPLEMENTATION!r} alone"
+            )
+
+    made: dict[str, Callable[..., Any]] = {"train": train, "to": to, "__call__": __call__}
+    made["set_experts_implementation"] = set_experts_implementation
     made |= {"save_pretrained": save_pretrained, "push_to_hub": save_pretrained}
     if hasattr(cls, "generate"):
         made["generate"] = generate

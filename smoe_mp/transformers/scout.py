@@ -37,8 +37,8 @@ def config_of(source: Source) -> Any:
     facts = source.model
     if facts.model_type != _FAMILY or not facts.num_layers:
         raise ModelError(
-            f"{source.path}: no config.json beside it, and its arch block (model type {facts.model_type!r}) is"
-            f" enough for {_FAMILY} only: give config="
+            f"{source.path}: no config.json beside it, and its arch block (model type {facts.model_type!r})"
+            f" is enough for {_FAMILY} only: give config="
         )
     extra: dict[str, Any] = dict(facts.extra)
     if not extra["flags"] & QK_NORM:

@@ -724,6 +724,107 @@ static void test_lease_lost_in_acquire(void) {
     testring_close(&t);
 }
 
+/* --- checksums ---------------------------------------------------------------------------------------- */
+
+static void open_with_sums(struct testring *t) {
+    testring_open(t, &SMALL);
+    for (uint32_t x = 0; x < t->geometry.n_experts; x++)
+        testring_expert(t, x)->crc32c = smoe_crc32c(0, t->expected[x], t->experts[x].bytes);
+    t->supervisor->header->verify = 1;
+}
+
+static smoe_error fetch_fails(smoe_ring *r, int64_t expert) {
+    smoe_hold h = {0};
+    smoe_error e = {0};
+    CHECK_EQ(smoe_fetch(r, 0, &expert, 1, &h, 60000, &e), SMOE_EREAD);
+    CHECK_EQ(h.status, SMOE_HOLD_NONE);
+    CHECK_EQ(e.expert, expert);
+    return e;
+}
+
+/* Of one part and of three, moved ones too; what has no sum is published unchecked. */
+static void test_right_sums(void) {
+    struct testring t;
+    open_with_sums(&t);
+    smoe_ring *a = testring_client(&t);
+    testring_expert(&t, 4)->crc32c = 0;
+    testring_start(&t, 2);
+    for (int64_t x = 0; x < SMALL.experts; x++) {
+        smoe_hold h = fetch_ok(&t, a, x);
+        smoe_release(a, &h, 1);
+    }
+    CHECK_EQ(testring_counter(&t, SMOE_C_CHECKED), SMALL.experts - 1);
+    CHECK_EQ(testring_counter(&t, SMOE_C_BAD_SUMS), 0);
+    testring_close(&t);
+}
+
+/* Only that demand fails, with both sums; hits and other experts go on; and only where the ring says so. */
+static void test_wrong_sum(void) {
+    struct testring t;
+    open_with_sums(&t);
+    smoe_ring *a = testring_client(&t);
+    uint32_t right = testring_expert(&t, 5)->crc32c;
+    testring_expert(&t, 5)->crc32c = right ^ 1;
+    start_served(&t, a);
+    for (int turn = 0; turn < 2; turn++) {
+        smoe_error e = fetch_fails(a, 5);
+        CHECK_EQ(e.os_error, SMOE_READ_CHECKSUM);
+        CHECK_EQ(e.wanted, right ^ 1);
+        CHECK_EQ(e.got, right);
+        CHECK_EQ(e.file, t.parts[t.experts[5].first_part].file);
+        CHECK_EQ(e.offset, t.parts[t.experts[5].first_part].file_offset);
+    }
+    smoe_hold h = fetch_ok(&t, a, 11);
+    CHECK_EQ(h.hit, 1);
+    smoe_release(a, &h, 1);
+    CHECK_EQ(testring_counter(&t, SMOE_C_CHECKED), 3);
+    CHECK_EQ(testring_counter(&t, SMOE_C_BAD_SUMS), 2);
+    CHECK_EQ(testring_counter(&t, SMOE_C_FAILED_READS), 2);
+    t.supervisor->header->verify = 0;
+    h = fetch_ok(&t, a, 5);
+    smoe_release(a, &h, 1);
+    CHECK_EQ(testring_counter(&t, SMOE_C_CHECKED), 3);
+    testring_settle(&t);
+    testring_check_quiet(&t);
+    testring_close(&t);
+}
+
+/* The worker reads nothing by a scribbled table that is not the slot's. */
+static void test_sum_over_scribbled_parts(void) {
+    struct testring t;
+    open_with_sums(&t);
+    smoe_ring *a = testring_client(&t);
+    struct smoe_expert_rec *x = testring_expert(&t, 3);
+    start_served(&t, a);
+    const struct smoe_expert_rec was = *x;
+    const struct smoe_expert_rec bad[] = {
+        {.first_part = t.geometry.n_parts, .n_parts = 1},
+        {.first_part = UINT32_MAX, .n_parts = 1},
+        {.first_part = 0, .n_parts = 0},
+        {.first_part = 0, .n_parts = UINT32_MAX},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        x->first_part = bad[i].first_part;
+        x->n_parts = bad[i].n_parts;
+        CHECK_EQ(fetch_fails(a, 3).os_error, SMOE_READ_PLAN);
+    }
+    *x = was;
+    struct smoe_part_rec *p = (struct smoe_part_rec *)(t.control + t.supervisor->header->off_parts) + x->first_part;
+    const struct smoe_part_rec part_was = *p;
+    p->slot_offset = UINT64_MAX;
+    CHECK_EQ(fetch_fails(a, 3).os_error, SMOE_READ_PLAN);
+    *p = part_was;
+    p->bytes = t.geometry.slot_bytes + 1;
+    CHECK_EQ(fetch_fails(a, 3).os_error, SMOE_READ_PLAN);
+    *p = part_was;
+    p->file = t.geometry.n_files;
+    CHECK_EQ(fetch_fails(a, 3).os_error, SMOE_READ_PLAN);
+    *p = part_was;
+    smoe_hold h = fetch_ok(&t, a, 3);
+    smoe_release(a, &h, 1);
+    testring_close(&t);
+}
+
 int main(int argc, char **argv) {
     static const struct test tests[] = {
         {"an error reaches every waiter", test_every_waiter},
@@ -748,6 +849,9 @@ int main(int argc, char **argv) {
         {"a source file that changed", test_stale},
         {"a lost lease", test_lease_lost},
         {"a lost lease in the middle of an acquire", test_lease_lost_in_acquire},
+        {"right checksums", test_right_sums},
+        {"a wrong checksum", test_wrong_sum},
+        {"a checksum over scribbled parts", test_sum_over_scribbled_parts},
     };
     return run_tests(tests, sizeof tests / sizeof *tests, argc, argv);
 }

@@ -21,8 +21,10 @@ import numpy as np
 from checkpoints import E, Part, Recipe, make, stacks
 from gguffiles import I32, U16, placed_model
 
+from smoe_mp.pack import pack
 from smoe_mp.quant import packed_sizes
 from smoe_mp.sources.smoe import ArchBlock
+from smoe_mp.sources.smoe_file import ENTRY_DTYPE
 from smoe_mp.vault_writer import VaultWriter
 
 #: Around the edges of a cache line and of a page, and all in between of the line.
@@ -223,6 +225,31 @@ def _gguf_swapped(built: Built) -> None:
     with built.files[0].open("r+b") as file:
         file.seek(4)
         file.write((3).to_bytes(4, "big"))
+
+
+# --- .smoe version 3 ---------------------------------------------------------------------------------------
+
+
+@builder("smoe 3")
+def smoe_3(folder: Path, remainders: Sequence[int]) -> Built:
+    """Of a checkpoint with every kind of companion, in which the experts lie at all remainders."""
+    (folder / "from").mkdir()
+    source = _safetensors(folder / "from", (*_ODD, _ODD_BIAS_SCALE), remainders)
+    path = folder / "model.smoe"
+    pack(source.path, path, raw=True)
+    return Built(path, source.tensors, (path,))
+
+
+@damage("smoe 3", "another layout for one expert", "expert 2 of layer 0", "layout 9, but the description has")
+def _another_layout(built: Built) -> None:
+    raw = bytearray(built.path.read_bytes())
+    np.frombuffer(raw, ENTRY_DTYPE, E, 64)["group_size"][2] = 9
+    built.path.write_bytes(raw)
+
+
+@damage("smoe 3", "a name changed in the description", "CRC-32C", "description at")
+def _another_name(built: Built) -> None:
+    built.path.write_bytes(built.path.read_bytes().replace(b'"down.bias"', b'"down.bios"', 1))
 
 
 # --- manifests ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from smoe_mp import segments
-from smoe_mp.bench import hit, idle, io, miss
+from smoe_mp.bench import formats, hit, idle, io, miss
 from smoe_mp.bench.cli import app
 from smoe_mp.bench.rings import bench_ring, flat_source, memory_file, native, native_one
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
@@ -113,6 +113,19 @@ def test_io(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         # Others may read meanwhile; and nothing came from the page cache.
         assert side["device"] is None or side["device"] >= side["wanted"]
     assert sorted(p.name for p in file.parent.iterdir()) == ["bench-io.bin"]
+
+
+def test_formats(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "SHAPE", (64, 256))
+    report = formats.run(steps, disk / "scratch", quick=True, workers=(2,))
+    assert [share.name for share in report.shares] == [
+        "safetensors, 2 workers: in place / vault, bytes/s",
+        "gguf, 2 workers: in place / vault, bytes/s",
+    ]
+    assert all(len(f.values) == 3 and min(f.values) > 0 for f in report.figures)
+    for vault in disk.glob("scratch/*/experts.smoe"):  # as many experts as the settings say, every byte there
+        assert vault.stat().st_size >= report.settings["experts"] * 3 * 64 * 256 * 2
+        assert vault.stat().st_blocks * 512 >= vault.stat().st_size
 
 
 def test_io_takes_the_file_that_is_there(disk: Path) -> None:

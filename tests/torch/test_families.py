@@ -1,7 +1,7 @@
 """Every family on streamed experts against the resident model with the same kernel: equal to the bit.
 
-The resident model's experts are cloned for float32: from transformers' own layout they are mapped at the file's
-odd offsets, and a product of a row in float32 depends on the address modulo 16.
+The resident model's experts are cloned: from transformers' own layout they are mapped at the file's odd
+offsets, and a product of a row in float32 depends on the address modulo 16.
 """
 
 from __future__ import annotations

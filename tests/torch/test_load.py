@@ -110,8 +110,8 @@ def test_two_models_and_a_resident_one_in_one_process(
     assert_alike(one, reference)
     assert_alike(two, resident(other))
     assert_alike(plain, transformers.AutoModelForCausalLM.from_pretrained(other))
+    plain.set_experts_implementation("smoe")
     with pytest.raises(ModelError, match=r"is for models that smoe_mp.transformers.load gave"):
-        plain.set_experts_implementation("smoe")
         plain(prompt())
 
 
@@ -130,7 +130,7 @@ def test_a_wanted_dtype_is_that_of_the_resident_model(path: Path, streamed: Load
         assert torch.equal(model(prompt()).logits, wanted(prompt()).logits)
 
 
-# --- the ring ------------------------------------------------------------------------------------------------
+# --- the ring ----------------------------------------------------------------------------------------------
 
 
 def test_the_busy_flag_is_up_for_the_time_of_a_request(path: Path) -> None:
@@ -200,7 +200,7 @@ def test_no_private_system_is_left_by_a_load_that_fails(path: Path, monkeypatch:
     assert_nothing_left(names[0])
 
 
-# --- refusals ------------------------------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,9 @@ def test_misuse_is_refused(path: Path, streamed: Load, use: Callable[[Any], Any]
 @pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
 def test_another_experts_implementation_computes_nothing_wrong(path: Path, streamed: Load, name: str) -> None:
     model = streamed(path)
-    model.set_experts_implementation(name)
+    with pytest.raises(ModelError, match=r"streamed experts run with 'smoe' alone"):
+        model.set_experts_implementation(name)
+    model.config._experts_implementation = name
     with pytest.raises(ModelError, match=r"streamed"), torch.no_grad():
         model(prompt())
 
@@ -312,6 +314,15 @@ def test_a_family_that_is_not_supported_is_named(path: Path, tmp_path: Path) -> 
     config |= {"model_type": "flex_olmo", "architectures": ["FlexOlmoForCausalLM"]}
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"'flex_olmo' is not one of .*deepseek_v3.*qwen3_moe"):
+        smoe_mp.transformers.load(copy, ring="none")
+
+
+def test_quantised_folders_are_not_there_yet(path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(path, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"quantised \(fp8\), which is not supported yet"):
         smoe_mp.transformers.load(copy, ring="none")
 
 

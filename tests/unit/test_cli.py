@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support import SHARED
 
 from smoe_mp import cli, segments
 from smoe_mp.config import OPTIONS, load
@@ -28,7 +29,20 @@ from smoe_mp.control.commands import (
     WorkerStatus,
 )
 
-COMMANDS = ("up", "down", "status", "workers", "prewarm", "size", "init", "doctor", "inspect", "demo")
+COMMANDS = (
+    "up",
+    "down",
+    "status",
+    "workers",
+    "prewarm",
+    "size",
+    "init",
+    "doctor",
+    "inspect",
+    "pack",
+    "verify",
+    "demo",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -182,12 +196,23 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 
 def test_inspect_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    vault = Path(__file__).resolve().parents[3] / "shared/vaults/qwen3-tiny.q4.smoe"
+    vault = SHARED / "vaults/qwen3-tiny.q4.smoe"
     if not vault.is_file():
-        pytest.skip(f"{vault.name}: the shared vaults are not here")
+        pytest.skip("the shared vaults are not here")
     assert run(monkeypatch, "inspect", vault, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["experts"] == len(shown["expert_table"]) == 24
+
+
+@pytest.mark.parametrize("text", ["3", "3:", ":3", "a:b", "-1:2", "1:2:3"])
+def test_inspect_of_an_expert_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    vault = SHARED / "vaults/qwen3-tiny.q4.smoe"
+    if not vault.is_file():
+        pytest.skip("the shared vaults are not here")
+    assert run(monkeypatch, "inspect", vault, f"--expert={text}") == 2
+    assert f"--expert {text}" in error_of(capsys)
 
 
 def test_inspect_of_no_vault(

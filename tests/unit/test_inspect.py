@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from smoe_mp import inspect
+from smoe_mp.errors import IdError
 from smoe_mp.sources.base import Expert, Extent, ModelFacts, SourceFile, Tensor
 from smoe_mp.sources.smoe import SmoeVault, open_smoe
 from smoe_mp.vault_writer import VaultWriter
@@ -119,3 +120,32 @@ def test_render_lists_the_experts_when_asked() -> None:
 
 def test_text_of_the_file_is_not_taken_for_markup() -> None:
     assert "/models/[red]fake[/red]" in rendered(FakeSource(), experts=False)
+
+
+def test_one_expert_has_every_tensor_s_place_in_its_file() -> None:
+    about = inspect.one_expert(FakeSource(), 0, 1)
+    assert json.loads(json.dumps(about)) == about
+    assert [(t["name"], t["path"], t["file_offset"]) for t in about["tensors"]] == [
+        ("gate", "/models/0", 10),
+        ("down", "/models/1", 70),
+    ]
+    console = Console(file=io.StringIO(), width=120)
+    inspect.render_expert(about, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert all(word in text for word in ("expert 1 of layer 0", "/models/1", "down", "70"))
+
+
+def test_an_expert_that_is_not_there() -> None:
+    with pytest.raises(IdError, match="no expert 2 in layer 0"):
+        inspect.one_expert(FakeSource(), 0, 2)
+
+
+def test_a_tag_is_shown_where_there_is_one() -> None:
+    source = FakeSource()
+    source.layouts = (
+        (Tensor("gate_up", "BF16", (1, 5), 0, 0, 10, "transposed,interleaved"),),
+        source.layouts[1],
+    )
+    assert inspect.summary(source)["layouts"][0]["tensors"][0]["tag"] == "transposed,interleaved"
+    assert "transposed,interleaved" in rendered(source, experts=False)

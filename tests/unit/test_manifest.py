@@ -180,3 +180,11 @@ def test_a_name_that_is_no_text_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(VaultError, match="UTF-8"):
         write_manifest(source_of(data), tmp_path / "m.json")
     assert not (tmp_path / "m.json").exists()
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/formats.md").read_text()
+    example = text.partition("```json\n")[2].partition("```")[0]
+    (tmp_path / "experts.bin").write_bytes(bytes(16640))
+    source = open_manifest(write(tmp_path, example))
+    assert [t.name for t in source.layouts[0]] == ["gate", "down"]

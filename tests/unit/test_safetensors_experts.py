@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import RECIPES, E, H, I, Made, Part, Recipe, each, make, stacks, write_folder
+from checkpoints import RECIPES, E, F, H, Made, Part, Recipe, each, make, stacks, write_folder
 from safetensors import safe_open
 
 from smoe_mp.errors import VaultError
@@ -52,7 +52,7 @@ def test_every_family_s_names(tmp_path: Path, name: str, shards: int) -> None:
     made = make(RECIPES[name], tmp_path / "m", shards=shards)
     source = open_safetensors(made.folder)
     check(source, made)
-    assert (source.model.d_model, source.model.ffn_dim, source.model.top_k) == (H, I, 2)
+    assert (source.model.d_model, source.model.ffn_dim, source.model.top_k) == (H, F, 2)
     assert source.model.extra["experts_per_layer"] == E
 
 
@@ -283,6 +283,16 @@ def test_a_single_file_names_itself(tmp_path: Path) -> None:
 def test_too_many_dimensions_for_a_client_are_refused(tmp_path: Path) -> None:
     parts = (*each("mlp."), Part("mlp.experts.{e}.deep", "deep", "U8", (1, 1, 1, 1, 2), "unknown"))
     refused(make(Recipe(QWEN.config, parts, QWEN.moe_layers), tmp_path / "m"), "'deep'", "5 dimensions")
+
+
+def test_a_shape_of_a_type_that_is_not_known_is_bounded(tmp_path: Path) -> None:
+    """Found by fuzzing: its bytes say nothing of its shape, and 2^64 - 1 does not fit a ring's record."""
+    parts = (*each("mlp."), Part("mlp.experts.{e}.new", "new", "F8_NEW", (3,), "unknown"))
+    made = make(Recipe(QWEN.config, parts, QWEN.moe_layers), tmp_path / "m")
+    name = "model.layers.0.mlp.experts.2.new"
+    made.tensors[name] = ("F8_NEW", (2**64 - 1,), made.tensors[name][2])
+    write_folder(made)
+    refused(made, "'new'", "18446744073709551615")
 
 
 def test_a_tensor_without_bytes_is_refused(tmp_path: Path) -> None:

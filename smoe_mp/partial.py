@@ -1,0 +1,128 @@
+"""A large file that is there whole or not at all.
+
+It is written as `<name>.partial` beside its place, synced, and renamed; whoever fails removes it.  A writer
+that is killed leaves its partial file behind, and the next one takes that over and begins anew: what a dead
+writer wrote was made of a source that may have changed since, and finding that out costs as much as writing
+again.  A lock on the file, which the kernel drops at a death, tells a dead writer's file from a living one's.
+
+Several threads may write at once, each its own bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from smoe_mp.errors import VaultError
+
+__all__ = ["SPARE_BYTES", "PartialFile", "free_bytes"]
+
+#: Left free on the file system, besides the file.
+SPARE_BYTES = 1 << 20
+
+
+def free_bytes(folder: Path) -> int:
+    """What the folder's file system has free for this user.  VaultError where it cannot be told."""
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        raise VaultError(f"{folder}: statvfs: {error.strerror} (errno {error.errno})") from error
+    return space.f_bavail * space.f_frsize
+
+
+class PartialFile:
+    """The file `path` in the making, of `size` bytes; `what` it is, for messages.
+
+    VaultError, with the figures, where another process is writing it, the space is not there or the file
+    system fails.
+    """
+
+    def __init__(self, path: Path, size: int, what: str) -> None:
+        self.path, self.size, self._what = path, size, what
+        self._partial = path.with_name(path.name + ".partial")
+        self._fd = -1
+        try:
+            self._fd = self._open()
+            self._check_space()
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def write(self, data: memoryview | bytes | bytearray, offset: int) -> None:
+        """Write all of `data` at `offset` (bytes)."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                done = os.pwrite(self._fd, rest, offset)
+                rest, offset = rest[done:], offset + done
+        except OSError as error:
+            raise VaultError(
+                f"{self._partial}: pwrite of {len(rest)} bytes at {offset}: {error.strerror} (errno"
+                f" {error.errno})"
+            ) from error
+
+    def publish(self) -> None:
+        """Sync, drop from the page cache what was written, rename, sync the folder."""
+        try:
+            os.fsync(self._fd)
+            if hasattr(os, "posix_fadvise"):
+                # A vault will be read past the page cache; there it would only push out what others need.
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.rename(self._partial, self.path)
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise VaultError(f"{self.path}: {error.strerror} (errno {error.errno}) while closing") from error
+        os.close(self._fd)
+        self._fd = -1
+
+    def abort(self) -> None:
+        """Remove what was written; the file that was in its place stays."""
+        if self._fd < 0:
+            return
+        # The name may be another writer's by now, if it was the last step of publishing that failed.
+        if self._partial.exists() and os.path.samestat(os.fstat(self._fd), self._partial.stat()):
+            self._partial.unlink()
+        os.close(self._fd)
+        self._fd = -1
+
+    def _open(self) -> int:
+        """The partial file, empty and locked by this process."""
+        while True:
+            fd = -1
+            try:
+                fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Between the two calls the last writer may have renamed or removed the file that was opened.
+                if os.path.samestat(os.fstat(fd), os.stat(self._partial)):
+                    os.ftruncate(fd, 0)
+                    return fd
+                os.close(fd)
+            except BlockingIOError as error:
+                os.close(fd)
+                raise VaultError(f"{self._partial}: another process is writing this {self._what}") from error
+            except FileNotFoundError as error:
+                if fd < 0:
+                    raise VaultError(f"{self._partial}: open: the folder does not exist") from error
+                os.close(fd)
+            except OSError as error:
+                if fd >= 0:
+                    os.close(fd)
+                raise VaultError(f"{self._partial}: open: {error.strerror} (errno {error.errno})") from error
+
+    def _check_space(self) -> None:
+        space = os.fstatvfs(self._fd)
+        free = space.f_bavail * space.f_frsize
+        if free < self.size + SPARE_BYTES:
+            raise VaultError(
+                f"{self.path}: the {self._what} needs {self.size} bytes, its file system has {free} free:"
+                f" {self.size + SPARE_BYTES - free} bytes too few, with {SPARE_BYTES} to spare"
+            )
