@@ -31,7 +31,7 @@ import msgspec
 from msgspec import Struct
 
 from smoe_mp import models
-from smoe_mp.errors import ConfigError, ModelError
+from smoe_mp.errors import ConfigError, ModelError, SmoeError
 from smoe_mp.runtime import human_bytes
 from smoe_mp.text import Bytes, Message, Streamer, Text, Tokens
 
@@ -125,7 +125,8 @@ class Speaker:
             self._torch.set_num_threads(threads)
         hub.utils.logging.set_verbosity_error()
         hub.utils.logging.disable_progress_bar()
-        self._model = streamed.load(path, ring=ring, threads=self._torch.get_num_threads())
+        with _named(path, "transformers cannot load it"):
+            self._model = streamed.load(path, ring=ring, threads=self._torch.get_num_threads())
         self._ring = streamed.ring_of(self._model)
         self._sampling, self._say = sampling, say
         config = self._model.config.get_text_config()
@@ -210,15 +211,25 @@ class Speaker:
         )
 
 
+@contextlib.contextmanager
+def _named(path: Path, what: str) -> Iterator[None]:
+    """Errors that transformers raises over the model's files, with the path, as ModelError."""
+    try:
+        yield
+    except SmoeError:
+        raise
+    except (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: {what}: {type(error).__name__}: {error}") from error
+
+
 def _text_of(streamed: Any, path: Path, vocabulary: int) -> Text:
     try:
-        return Tokens(streamed.load_tokenizer(path))
-    except ModelError:
-        if vocabulary == 256:
+        with _named(path, "its tokenizer cannot be loaded"):
+            return Tokens(streamed.load_tokenizer(path))
+    except ModelError as error:
+        if vocabulary == 256 and error.__cause__ is None:  # there is none, rather than a damaged one
             return Bytes()
         raise
-    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:  # of what its files say
-        raise ModelError(f"{path}: its tokenizer cannot be loaded: {error}") from error
 
 
 def _stops(settings: Any) -> frozenset[int]:

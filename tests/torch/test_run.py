@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -290,6 +291,28 @@ def test_what_cannot_be_is_said_in_a_line(
     assert line.startswith("smoe-mp: error: ")
     assert words_said in line
     assert (found == status) if status != 1 else (found != 0)
+
+
+def test_a_model_that_transformers_cannot_load_is_said_in_a_line(
+    words: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, change, said in (
+        ("config.json", '"model_type": "qwen3_moe"', "model"),
+        ("tokenizer.json", "{", "its tokenizer cannot be loaded"),
+    ):
+        broken = folder / f"broken-{name}"
+        shutil.copytree(words, broken)
+        text = (broken / name).read_text()
+        assert change in text
+        (broken / name).write_text(text.replace(change, "[" if change == "{" else '"model_type": "nobodys"'))
+        found = command(monkeypatch, broken, "-p", "a", "--ring-slots", "20", "--workers", "1")
+        out, err = capfd.readouterr()
+        assert (found != 0, out) == (True, "")
+        (line,) = (line for line in err.splitlines() if line.startswith("smoe-mp: error: "))
+        assert str(broken) in line
+        assert said in line
+        assert "Traceback" not in err
+    assert not [p.name for p in SHM.glob("smoe.broken-*")]
 
 
 def test_without_the_extra_it_is_named(
