@@ -9,6 +9,7 @@ CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
 FUZZ_RUNS ?= 10000
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench clean setup
 
@@ -23,7 +24,7 @@ test: ctest pytest ## all tests
 ctest: $(VENV)/.ready ## the C tests alone
 	@csrc/ctest.sh build/ctest
 
-pytest: $(VENV)/.ready ## the Python tests alone
+pytest: $(VENV)/.torch ## the Python tests alone
 	$(PY) -m pytest -q
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made
@@ -69,6 +70,11 @@ $(VENV)/.ready: $(SOURCES)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
+
+# Only for tests/torch, which are skipped by name where it cannot be had.
+$(VENV)/.torch: $(VENV)/.ready .ci/torch.txt
+	@$(PY) -m pip install -q --disable-pip-version-check --retries 1 --extra-index-url $(TORCH_INDEX) \
+	    -r .ci/torch.txt && touch $@ || echo "note: no torch here (.ci/torch.txt): tests/torch are skipped"
 
 clean: ## remove what was built
 	rm -rf build dist $(VENV) .demo .bench

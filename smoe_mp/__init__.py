@@ -17,7 +17,9 @@ A map of the package, from files to clients; each part uses only what stands bef
     supervisor, process, pool `smoe-mp up`: the child processes and who keeps them alive
     prewarm, histogram        popularity: loading by it, keeping it
     control/                  commands over ZeroMQ
+    models, launch            what may be named as a model; a private system as a child process
     ring                      the client: attach, fetch, release
+    text, run                 tokens to text; `smoe-mp run`
     cli, inspect, demo        the command line
 """
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -26,9 +27,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from smoe_mp import inspect as inspecting
-from smoe_mp import segments, vault_cli
+from smoe_mp import models, segments, vault_cli
 from smoe_mp.bench.cli import app as bench_app
-from smoe_mp.config import OPTIONS, load
+from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
 from smoe_mp.control.client import ControlClient, no_ring
 from smoe_mp.control.commands import (
     FileStatus,
@@ -47,9 +48,11 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import run_demo
 from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
-from smoe_mp.fit import fit
+from smoe_mp.fit import fit, slots_in
 from smoe_mp.process import ExitWatch
+from smoe_mp.run import Sampling, speak
 from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_path, version
+from smoe_mp.sizing import Sizing
 from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
 from smoe_mp.supervisor import Supervisor
@@ -74,7 +77,10 @@ def main() -> None:
         text = " ".join(str(error).split())
         print(f"smoe-mp: error: {text}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != 130:
+            raise
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be a traceback of the interpreter's end
         sys.exit(130)
 
 
@@ -96,26 +102,49 @@ def _options(
 def _override(key: str) -> Any:
     """The flag of an option of the configuration, with the option's own words."""
     option = OPTIONS[key]
-    return typer.Option(option.flag, metavar="N", help=f"Override {key}: {option.meaning}")
+    metavar = "NAME" if key == "name" else "N"
+    return typer.Option(option.flag, metavar=metavar, help=f"Override {key}: {option.meaning}")
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG|MODEL",
+        help="The configuration, a TOML file; or a model itself (safetensors folder, GGUF file, .smoe vault,"
+        " manifest, or a hub id in the local cache) with defaults for the rest.",
+    ),
+]
+
+
+def _loaded(target: str, overrides: dict[str, int | str | None]) -> LoadedConfig:
+    """The configuration that `target` is, or that of the model that it names."""
+    if not models.names_model(target):
+        return load(target, overrides)
+    model = models.resolve(target)
+    return for_model(model, models.free_name(model), overrides)
 
 
 @app.command(
     help="Start a system in the foreground; Ctrl-C stops it.\n\nExample: smoe-mp up my.toml --ring 96"
 )
 def up(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")],
+    target: Target,
+    *,
+    name: Annotated[str | None, _override("name")] = None,
     ring: Annotated[int | None, _override("ring.slots")] = None,
     slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
     worker_count: Annotated[int | None, _override("workers.count")] = None,
     spec: Annotated[int | None, _override("speculation.ranks")] = None,
+    parent: Annotated[int, typer.Option("--parent", metavar="PID", min=0, hidden=True)] = 0,
 ) -> None:
-    overrides = {
+    overrides: dict[str, int | str | None] = {
+        "name": name,
         "ring.slots": ring,
         "ring.slot_mb": slot_mb,
         "workers.count": worker_count,
         "speculation.ranks": spec,
     }
-    loaded = load(config, overrides)
+    loaded = _loaded(target, overrides)
     path = _socket_to_make(loaded.config.name)
     say = _line_printer()
 
@@ -124,7 +153,7 @@ def up(
         say(f"control: {path}")
         return server
 
-    Supervisor(loaded, say).run(open_control)
+    Supervisor(loaded, say, parent).run(open_control)
 
 
 def _socket_to_make(name: str) -> Path:
@@ -234,26 +263,78 @@ def prewarm(
 
 
 @app.command(
-    help="Show how large a ring a configuration gets on this machine, without starting it.\n\n"
+    help="Show how large a ring a configuration or model gets on this machine, without starting it.\n\n"
     "Example: smoe-mp size my.toml"
 )
 def size(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")],
+    target: Target,
     ring: Annotated[int | None, _override("ring.slots")] = None,
     slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
     as_json: AsJson = False,
 ) -> None:
-    loaded = load(config, {"ring.slots": ring, "ring.slot_mb": slot_mb})
-    source = open_source(loaded.vault_path)
-    result = fit(loaded, source, segments.read_align([segments.probe(f.path) for f in source.files]))
+    result = _sized(_loaded(target, {"ring.slots": ring, "ring.slot_mb": slot_mb}))
     if as_json:
         print(json.dumps(dataclasses.asdict(result) | {"data_bytes": result.data_bytes}, indent=2))
-        return
+    else:
+        _print_sizing(result)
+
+
+def _sized(loaded: LoadedConfig) -> Sizing:
+    source = open_source(loaded.vault_path)
+    return fit(loaded, source, segments.read_align([segments.probe(f.path) for f in source.files]))
+
+
+def _print_sizing(result: Sizing) -> None:
     print(result.line)
     for text in result.notes:
         print(f"note: {text}")
     for text in result.warnings:
         print(f"warning: {text}")
+
+
+@app.command(
+    help="Write a configuration for a model, to be edited, and show the ring that it gets on this machine."
+    "\n\nExample: smoe-mp init model.gguf my.toml"
+)
+def init(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="What smoe-mp up takes as a model.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="The file to write; by default <ring name>.toml.")
+    ] = None,
+    *,
+    name: Annotated[str | None, _override("name")] = None,
+    ring: Annotated[int | None, _override("ring.slots")] = None,
+    slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
+    worker_count: Annotated[int | None, _override("workers.count")] = None,
+    spec: Annotated[int | None, _override("speculation.ranks")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> None:
+    path = models.resolve(model)
+    overrides: dict[str, int | str | None] = {
+        "name": name,
+        "ring.slots": ring,
+        "ring.slot_mb": slot_mb,
+        "workers.count": worker_count,
+        "speculation.ranks": spec,
+    }
+    loaded = for_model(path, models.free_name(path), overrides)
+    segments.check_name(loaded.config.name)
+    sized = _sized(loaded)  # what cannot work is refused before anything is written
+    out = out or Path(f"{loaded.config.name}.toml")
+    _write_new(out, render(loaded), force)
+    _print_sizing(sized)
+    print(f"{out}: start it with smoe-mp up {out}")
+
+
+def _write_new(path: Path, text: str, force: bool) -> None:
+    """Write a file that must not be there yet, unless by `force`."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path}: there already; --force overwrites it") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the configuration: {error.strerror}") from error
 
 
 @app.command(
@@ -328,6 +409,82 @@ def _layer_and_expert(text: str) -> tuple[int, int]:
     if not (layer.isascii() and layer.isdigit() and expert.isascii() and expert.isdigit()):
         raise ConfigError(f"--expert {text}: not LAYER:EXPERT, two whole numbers")
     return int(layer[:9]), int(expert[:9])
+
+
+@app.command(
+    help="Text from a model whose experts stream from disk; without -p, a conversation.\n\n"
+    'Example: smoe-mp run Qwen3-30B-A3B/ -p "Why is the sky blue?"'
+)
+def run(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="What smoe-mp up takes as a model; a vault with its scout file."
+        ),
+    ],
+    *,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this alone.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself: no chat template.")] = False,
+    system: Annotated[
+        str, typer.Option("--system", metavar="TEXT", help="The system's message, for a chat template.")
+    ] = "",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=1, help="At most so many tokens an answer.")
+    ] = 512,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="X", help="Of the sampling; 0: greedy. Default: the model's."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="X", help="Sample of the likeliest tokens with this probability."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Of the sampling.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    ring: Annotated[
+        str, typer.Option("--ring", metavar="NAME", help="Use this running system, not one of its own.")
+    ] = "",
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=0, help="Threads that compute; 0: as torch chooses.")
+    ] = 0,
+    ring_slots: Annotated[
+        int | None, typer.Option("--ring-slots", metavar="N", min=1, max=65535, help="Slots of its own ring.")
+    ] = None,
+    memory: Annotated[
+        int | None, typer.Option("--memory", metavar="MIB", min=1, help="Memory of its own ring, in MiB.")
+    ] = None,
+    worker_count: Annotated[int | None, _override("workers.count")] = None,
+    spec: Annotated[int | None, _override("speculation.ranks")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer and its figures as JSON, at the end.")
+    ] = False,
+) -> None:
+    own = {"--ring-slots": ring_slots, "--memory": memory, "--workers": worker_count, "--spec": spec}
+    given = [flag for flag, value in own.items() if value is not None]
+    if ring and given:
+        raise ConfigError(f"{given[0]} is for a system of its own, and --ring {ring} names one that runs")
+    if ring_slots and memory:
+        raise ConfigError("--ring-slots and --memory both say how large the ring is: give one")
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, greedy=greedy)
+    slots = ring_slots or 0
+    if memory is not None:
+        slots = slots_in(open_source(models.resolve(model)), memory * MIB)
+    options = {"slots": slots, "workers": worker_count, "ranks": spec}
+    raise typer.Exit(
+        speak(
+            model,
+            prompt,
+            sampling,
+            ring=ring,
+            threads=threads,
+            options=options,
+            system=system,
+            raw=raw,
+            as_json=as_json,
+        )
+    )
 
 
 app.command("pack", help=vault_cli.PACK_HELP)(vault_cli.pack)

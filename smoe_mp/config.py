@@ -5,7 +5,8 @@ the fields come the checks, the error messages, the command line's help (`OPTION
 `configs/reference.toml`, which is the manual.
 
     TOML file ──► flat keys ("ring.slots") ──► each value held against its field ──► Config
-    flags ───────────────▲                                                      └──► origins, for status
+    or a model ──────────▲                                                      └──► origins, for status
+    flags ───────────────┘
 
 A key is accepted only if what it sets works; an unknown one is an error that names the nearest known one.
 """
@@ -13,6 +14,8 @@ A key is accepted only if what it sets works; an unknown one is an error that na
 from __future__ import annotations
 
 import difflib
+import json
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -168,6 +171,7 @@ class Config(Struct, frozen=True, kw_only=True):
         Meta(
             min_length=1,
             description="The ring's name, by which clients attach: at most 22 of A-Z a-z 0-9 . _ -",
+            extra={"flag": "--name"},
         ),
     ]
     vault: VaultConfig
@@ -237,7 +241,8 @@ SECTIONS = frozenset(key.split(".")[0] for key in OPTIONS if "." in key)
 class LoadedConfig:
     """A checked configuration, with the file it is from and where each value came from.
 
-    `origins` maps each key to "default", "file" or the flag that set it.
+    `origins` maps each key to "default", "file", "model" (named in place of a configuration; `path` is then
+    the model's) or the flag that set it.
     """
 
     config: Config
@@ -269,7 +274,10 @@ class LoadedConfig:
         return [{"key": key, "value": _dig(values, key), "origin": self.origins[key]} for key in OPTIONS]
 
 
-def load(path: str | Path, overrides: Mapping[str, int | None] | None = None) -> LoadedConfig:
+Overrides = Mapping[str, int | str | None]
+
+
+def load(path: str | Path, overrides: Overrides | None = None) -> LoadedConfig:
     """Read and check the configuration at `path`; `overrides` maps keys to values of flags, None: not given.
 
     Raises ConfigError, with the file, the key, the value and what is allowed.
@@ -278,16 +286,63 @@ def load(path: str | Path, overrides: Mapping[str, int | None] | None = None) ->
     return parse(_read(path), path, overrides)
 
 
-def parse(text: str, path: Path, overrides: Mapping[str, int | None] | None = None) -> LoadedConfig:
+def parse(text: str, path: Path, overrides: Overrides | None = None) -> LoadedConfig:
     """Check the configuration `text`; `path` is used for messages and relative paths only."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:  # the former's text has line and column
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    flat = dict(_flatten(document, path))
+    return _settled(dict(_flatten(document, path)), path, "file", overrides)
+
+
+def for_model(
+    model: Path,
+    name: str,
+    overrides: Overrides | None = None,
+    settings: Mapping[str, bool | int | str] | None = None,
+) -> LoadedConfig:
+    """The configuration of a model that is named in place of one: `settings` and flags, else defaults.
+
+    Raises ConfigError as `load` does, and where the path is one that no configuration can hold.
+    """
+    where = str(model.absolute())
+    try:
+        where.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where!r}: the path is not UTF-8, which a configuration is: rename it") from None
+    for key in settings or {}:
+        _check_known(key, model)
+    return _settled({"name": name, "vault.path": where, **(settings or {})}, model, "model", overrides)
+
+
+def render(loaded: LoadedConfig) -> str:
+    """The configuration as a TOML file that explains itself: a value that is its default is commented out."""
+    lines = ["# Start it with `smoe-mp up FILE`. What is commented out is the default."]
+    section = ""
+    for row in loaded.effective():
+        option = OPTIONS[row["key"]]
+        head, _, name = option.key.rpartition(".")
+        if head != section:
+            lines += ["", f"[{head}]"]
+            section = head
+        mark = "# " if row["value"] == option.default else ""
+        comment = f"{option.meaning} {option.allowed[0].upper()}{option.allowed[1:]}."
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(comment, 105))]
+        lines.append(f"{mark}{name} = {_toml(row['value'])}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: bool | int | str) -> str:
+    """The value as TOML, whose strings are JSON's but for DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _settled(given: Mapping[str, Any], path: Path, origin: str, overrides: Overrides | None) -> LoadedConfig:
+    """Hold the values `given` by key, and those of flags, against their options."""
+    flat = dict(given)
     for key, value in flat.items():
         _check_value(OPTIONS[key], value, f"{path}: {key} =")
-    origins = {key: "file" if key in flat else "default" for key in OPTIONS}
+    origins = {key: origin if key in flat else "default" for key in OPTIONS}
     for key, value in (overrides or {}).items():
         if value is not None:
             option = OPTIONS[key]

@@ -21,6 +21,7 @@
     │   ├── RingClosed         this handle was closed
     │   ├── LeaseLost          this process's registration was taken from it
     │   └── RingForked         the handle belongs to the parent process
+    ├── ModelError             a model that cannot run on streamed experts, or what it cannot be used for
     └── ControlError           the control plane: no answer, or a refusal
         ├── NoAnswer           nobody answered in time                       (TimeoutError)
         └── Refused            the supervisor answered with an error
@@ -136,6 +137,10 @@ class LeaseLost(RingError):
 
 class RingForked(RingError):
     pass
+
+
+class ModelError(SmoeError):
+    exit_code = 8
 
 
 class ControlError(SmoeError):

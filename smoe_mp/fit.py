@@ -8,6 +8,7 @@ import errno
 from smoe_mp import segments, sizing, tables
 from smoe_mp._native import lib
 from smoe_mp.config import MIB, LoadedConfig
+from smoe_mp.errors import ConfigError
 from smoe_mp.runtime import human_bytes
 from smoe_mp.sizing import Memory, Sizing
 from smoe_mp.sources.base import Source
@@ -48,3 +49,17 @@ def fit(loaded: LoadedConfig, source: Source, read_align: int = 4096) -> Sizing:
         f" ({wasted / found.data_bytes:.1%}) of the ring stay empty with the mean expert in each slot"
     )
     return dataclasses.replace(found, notes=(*found.notes, note), wasted_bytes=wasted)
+
+
+def slots_in(source: Source, ring_bytes: int, read_align: int = 4096) -> int:
+    """How many slots `ring_bytes` of memory hold, no more than the source has experts.
+
+    Raises ConfigError where that is none.
+    """
+    slot_bytes = segments.choose_slot_bytes(tables.build(source, read_align), None)
+    if ring_bytes < slot_bytes:
+        raise ConfigError(
+            f"{source.path}: {human_bytes(ring_bytes)} hold no slot of {human_bytes(slot_bytes)}, the size of"
+            " its largest expert"
+        )
+    return min(ring_bytes // slot_bytes, len(source.experts), sizing.MOST_SLOTS)

@@ -262,7 +262,10 @@ def end_all(
 
 
 class ExitWatch:
-    """Waits for the end of a process that need not be a child; made while it surely lives."""
+    """Waits for the end of a process that need not be a child; made while it surely lives.
+
+    `fd` can be read from that end on, so a loop may wait for it too.
+    """
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError if there is no such process (or in another pid namespace)."""
@@ -271,16 +274,16 @@ class ExitWatch:
             self._queue = select.kqueue()
             event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
             self._queue.control([event], 0)
-            self._fd = self._queue.fileno()
+            self.fd = self._queue.fileno()
         else:
-            self._fd = os.pidfd_open(pid)
+            self.fd = os.pidfd_open(pid)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the process ended within `timeout_s` seconds."""
-        return bool(select.select([self._fd], [], [], max(0.0, timeout_s))[0])
+        return bool(select.select([self.fd], [], [], max(0.0, timeout_s))[0])
 
     def close(self) -> None:
         if sys.platform == "darwin":
             self._queue.close()
         else:
-            os.close(self._fd)
+            os.close(self.fd)

@@ -540,6 +540,15 @@ class Ring:
         ids = self._ids(experts)
         return _Waves(self, Batch(handle, self._facts, layer, ids), timeout).run()
 
+    def in_order(
+        self, layer: int, experts: Iterable[int], timeout: float | None = None
+    ) -> Generator[Expert, None, None]:
+        """`as_ready` for those who need the experts in the order given, as sums in floating point do: reads
+        overlap with computing and with each other, but an expert waits for those before it."""
+        handle, layer = self._open(), self._one_id(layer, "layer")
+        ids = self._ids(experts)
+        return _Waves(self, Batch(handle, self._facts, layer, ids), timeout, in_order=True).run()
+
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """A request is being served: `with ring.busy():`.  The prewarm process rests meanwhile.  Blocks of
@@ -586,12 +595,14 @@ class Ring:
 
 
 class _Waves:
-    """The running state of one `as_ready`."""
+    """The running state of one `as_ready` or `in_order`."""
 
-    def __init__(self, ring: Ring, batch: Batch, timeout: float | None) -> None:
+    def __init__(self, ring: Ring, batch: Batch, timeout: float | None, *, in_order: bool = False) -> None:
         self.ring = ring
         self.batch = batch
         self.ms = _milliseconds(timeout)
+        self.in_order = in_order
+        self.yielded = 0
         self.asked = 0  # ids[:asked] have been demanded
         self.flying = 0  # demanded and not yet yielded
         self.ready: deque[int] = deque()
@@ -628,6 +639,8 @@ class _Waves:
             self._demand(1, wait=True)
 
     def _next(self) -> int:
+        if self.in_order:
+            return self._wait_for(self.yielded)
         if self.ready:
             return self.ready.popleft()
         b, error = self.batch, new_error()
@@ -635,6 +648,14 @@ class _Waves:
         while code == -errno.EINTR:
             code = lib.smoe_wait_any(b._handle.ptr, b._holds, self.asked, self.ms, error)
         return check(code, error, b._handle.name, b._handle.ptr)
+
+    def _wait_for(self, at: int) -> int:
+        b, error = self.batch, new_error()
+        code = -errno.EINTR
+        while code == -errno.EINTR:
+            code = lib.smoe_wait(b._handle.ptr, b._holds + at, 1, self.ms, error)
+        check(code, error, b._handle.name, b._handle.ptr)
+        return at
 
     def run(self) -> Generator[Expert, None, None]:
         b = self.batch
@@ -646,6 +667,7 @@ class _Waves:
                 self._top_up()
                 at = self._next()
                 self.flying -= 1
+                self.yielded += 1
                 yield b[at]
                 lib.smoe_release(b._handle.ptr, b._holds + at, 1)
 

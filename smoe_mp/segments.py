@@ -25,7 +25,7 @@ import re
 import resource
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from smoe_mp.errors import (
     SegmentSpaceError,
     VaultError,
 )
-from smoe_mp.sources.base import Source
+from smoe_mp.sources.base import ExpertTable, PlainSource, Source, SourceFile
 
 #: With "/smoe." before and ".d" behind it a name fills the 30 characters that macOS allows.
 NAME_MAX = 22
@@ -705,6 +705,36 @@ def _adopt(wanted: _Wanted, slots: int) -> Segments | str:
             lib.smoe_detach(ring)
     remove_orphan(wanted.name)
     return why
+
+
+def difference_to(ring: Any, name: str, source: Source) -> str:
+    """In what the attached ring is not one of the model `source`; "" if in nothing.
+
+    Held against each other are experts, read plans, tensors with their types, shapes and tags, and every
+    file's device, inode, size, time of change and header.  `ring`: a client's handle.
+    """
+    info = ffi.new("smoe_info *")
+    lib.smoe_get_info(ring, info)
+    if len(source.files) != info.n_files:
+        return f"files differ: {info.n_files}, now {len(source.files)}"
+    files = [_named_as(text(lib.smoe_file_path(ring, i)), file) for i, file in enumerate(source.files)]
+    experts = ExpertTable.of(source.experts)
+    same = PlainSource(source.format, source.path, tuple(files), experts, tuple(source.layouts), source.model)
+    t = tables.build(same, int(info.read_align))
+    settings = {"read_deadline_ms": 1, "top_k": 0, "direct_required": 0, "speculation_ranks": 0}
+    wanted = _Wanted(name, same, t, int(info.slot_bytes), settings)
+    error = new_error()
+    code = lib.smoe_adoptable(ring, wanted.geometry(int(info.n_slots))[0], wanted.native, error)
+    return _difference(code, error) if code == lib.SMOE_EDIFFERS else ""
+
+
+def _named_as(path: str, file: SourceFile) -> SourceFile:
+    """The file under another path, if that leads to it: a ring may know it by one with links in it."""
+    try:
+        st = os.stat(path)
+    except OSError:
+        return file
+    return replace(file, path=Path(path)) if (st.st_dev, st.st_ino) == (file.dev, file.ino) else file
 
 
 def _difference(code: int, error: Any) -> str:

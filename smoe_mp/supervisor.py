@@ -23,6 +23,7 @@ on this `Supervisor`, and the loop calls it when something is there to read.  `i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -42,7 +43,7 @@ from smoe_mp.errors import ConfigError, SmoeError
 from smoe_mp.fit import fit
 from smoe_mp.identity import Change, Watch
 from smoe_mp.pool import RETRY_S, Pool
-from smoe_mp.process import STOP_SIGNALS, Child, Loop, SignalInbox, WatchPipe, end_all
+from smoe_mp.process import STOP_SIGNALS, Child, ExitWatch, Loop, SignalInbox, WatchPipe, end_all
 from smoe_mp.runtime import human_bytes, version
 from smoe_mp.sources import Source, open_source
 
@@ -64,14 +65,27 @@ class Control(Protocol):
     def close(self) -> None: ...
 
 
+def _watch_parent(pid: int) -> ExitWatch:
+    """A watch on the parent; SmoeError where `pid` is not it, as where it died and somebody has its pid."""
+    if os.getppid() == pid:
+        with contextlib.suppress(ProcessLookupError):
+            watch = ExitWatch(pid)
+            if os.getppid() == pid:
+                return watch
+            watch.close()
+    raise SmoeError(f"--parent {pid}: no such process started this one, or it has ended")
+
+
 class Supervisor:
     """One system's life: `run` starts it, serves and returns when it has been stopped.
 
-    `say` receives one line a step.
+    `say` receives one line a step.  `parent`: the pid of the process that started this one, whose end, in
+    whatever way, is this system's; 0: there is none to follow.
     """
 
-    def __init__(self, loaded: LoadedConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, loaded: LoadedConfig, say: Callable[[str], None], parent: int = 0) -> None:
         self._loaded, self._config, self._say = loaded, loaded.config, say
+        self._parent, self._parent_watch = parent, None if parent == 0 else _watch_parent(parent)
         self._loop = Loop()
         self._workers = Pool(
             range(127), start=self._start_worker, usable=self._worker_usable, on_death=self._worker_died
@@ -113,6 +127,9 @@ class Supervisor:
             self._inbox = SignalInbox()
             undo.callback(self._inbox.close)
             self._loop.add(self._inbox.fd, self._on_signals)
+            if self._parent_watch is not None:
+                undo.callback(self._parent_watch.close)
+                self._loop.add(self._parent_watch.fd, self._on_parent_end)
             undo.callback(self._close_control)
             self._open_vault()
             self._probe_files()
@@ -537,8 +554,15 @@ class Supervisor:
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]
         self._say(f"error: {text}")
 
+    def _on_parent_end(self) -> None:
+        if self._parent_watch is not None:
+            self._loop.remove(self._parent_watch.fd)  # it can be read from now on
+        self._stop_reason = self._stop_reason or f"the process that started it (pid {self._parent}) ended"
+
     def _check_interrupted(self) -> None:
         self._on_signals()
+        if self._parent_watch is not None and self._parent_watch.wait(0):
+            self._on_parent_end()
         if self._stop_reason:
             raise SmoeError(f"stopped before it was ready: {self._stop_reason}")
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from support import SHARED
 
 from smoe_mp import cli, segments
-from smoe_mp.config import OPTIONS
+from smoe_mp.config import OPTIONS, load
 from smoe_mp.control.commands import (
     ClientStatus,
     ConfigValue,
@@ -36,6 +36,7 @@ COMMANDS = (
     "workers",
     "prewarm",
     "size",
+    "init",
     "doctor",
     "inspect",
     "pack",
@@ -285,3 +286,65 @@ def test_a_reader_that_went_away_does_not_end_the_system(monkeypatch: pytest.Mon
         say = cli._line_printer()
         say("one")
         say("two")
+
+
+# --- a model in place of a configuration --------------------------------------------------------------------
+
+
+@pytest.fixture
+def vault(shared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(shared / "vaults" / "qwen3-tiny.q4.smoe", tmp_path / "tiny.smoe"))
+
+
+def out_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path
+) -> str:
+    """What a command prints that does its work."""
+    monkeypatch.setattr(sys, "argv", ["smoe-mp", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")
+    return out
+
+
+def test_init_writes_what_up_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], vault: Path, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = out_of(monkeypatch, capsys, "init", vault, "--ring", "12", "--workers", "3")
+    assert said.startswith("12 slots x 32 KiB")
+    assert said.endswith("tiny.toml: start it with smoe-mp up tiny.toml\n")
+    loaded = load(tmp_path / "tiny.toml")
+    assert loaded.vault_path == vault
+    assert (loaded.config.name, loaded.config.ring.slots, loaded.config.workers.count) == ("tiny", 12, 3)
+    assert loaded.origins["speculation.ranks"] == "default"
+    assert out_of(monkeypatch, capsys, "size", "tiny.toml") == said.partition("tiny.toml:")[0]
+    assert out_of(monkeypatch, capsys, "size", vault, "--ring", "12") == said.partition("tiny.toml:")[0]
+
+
+def test_init_overwrites_by_force_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], vault: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "mine.toml"
+    out.write_text("precious")
+    assert run(monkeypatch, "init", vault, out) == 2
+    assert error_of(capsys) == f"{out}: there already; --force overwrites it"
+    assert out.read_text() == "precious"
+    out_of(monkeypatch, capsys, "init", vault, out, "--name", "other", "--force")
+    assert load(out).config.name == "other"
+
+
+def test_init_of_what_cannot_work_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], vault: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "c.toml"
+    for arguments, status, words in (
+        ((vault, out, "--ring", "1"), 2, "no client fits"),
+        ((vault, out, "--name", "a b"), 2, "only letters"),
+        ((tmp_path / "absent.smoe", out), 3, "no such file or folder"),
+        ((vault, tmp_path / "no" / "c.toml"), 2, "cannot write the configuration: No such file"),
+    ):
+        assert run(monkeypatch, "init", *arguments) == status
+        assert words in error_of(capsys)
+    assert not out.exists()

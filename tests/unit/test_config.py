@@ -191,3 +191,51 @@ def test_shipped_configurations_load() -> None:
         8,
     )
     assert chat.workers.count == 4
+
+
+# --- a model in place of a configuration --------------------------------------------------------------------
+
+
+def test_a_model_has_defaults_but_for_what_is_given() -> None:
+    loaded = config.for_model(Path("m.smoe"), "r", {"ring.slots": 9, "name": None}, {"workers.count": 3})
+    rows = {row["key"]: (row["value"], row["origin"]) for row in loaded.effective()}
+    assert rows.pop("name") == ("r", "model")
+    assert rows.pop("vault.path") == (str(Path.cwd() / "m.smoe"), "model")
+    assert rows.pop("ring.slots") == (9, "--ring")
+    assert rows.pop("workers.count") == (3, "model")
+    assert {origin for _, origin in rows.values()} == {"default"}
+    assert loaded.vault_path == Path.cwd() / "m.smoe"
+    assert config.for_model(Path("m.smoe"), "r", {"name": "other"}).config.name == "other"
+
+
+def test_settings_of_a_model_are_held_against_their_options() -> None:
+    with pytest.raises(ConfigError, match=r"m\.smoe: unknown key ring\.slot; the nearest .* ring\.slots"):
+        config.for_model(Path("m.smoe"), "r", settings={"ring.slot": 3})
+    with pytest.raises(ConfigError, match=r"workers\.count = True: must be a whole number"):
+        config.for_model(Path("m.smoe"), "r", settings={"workers.count": True})
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        config.for_model(Path("m\udcff.smoe"), "r")
+
+
+@pytest.mark.parametrize(
+    "name", ["m.smoe", 'a "quoted\\" one', "tab\tdel\x7f\nline", "模型 \U0001f600", "#x"]
+)
+def test_what_is_rendered_reads_as_the_same(name: str) -> None:
+    loaded = config.for_model(
+        Path("/models") / name, "r", {"ring.slots": 9}, {"vault.direct": "require", "prewarm.enabled": False}
+    )
+    again = config.parse(config.render(loaded), FILE)
+    assert again.config == loaded.config
+    assert {key for key, origin in again.origins.items() if origin == "file"} == {
+        *("name", "vault.path", "ring.slots", "vault.direct", "prewarm.enabled")
+    }
+
+
+def test_a_rendered_default_can_be_taken_back_in() -> None:
+    text = config.render(config.for_model(Path("/m.smoe"), "r"))
+    lines = [line.removeprefix("# ") for line in text.splitlines()]
+    settings = [line for line in lines if line.split(" = ")[0] in {key.split(".")[-1] for key in OPTIONS}]
+    assert len(settings) == len(OPTIONS)
+    whole = "\n".join(line for line in lines if line in settings or line.startswith("["))
+    assert config.parse(whole, FILE).config == config.parse(text, FILE).config
+    assert max(map(len, text.splitlines())) <= 110

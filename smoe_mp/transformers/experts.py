@@ -1,0 +1,348 @@
+"""The experts of one layer, streamed, under the family's own code.
+
+transformers keeps the experts of a layer as stacked parameters, `gate_up_proj[expert]`, `down_proj[expert]`,
+and lets a registered function run in place of the module's forward.  Ours runs that very forward (the
+family's eager one: biases, clamps and gates come with it), with each parameter replaced by a
+`StreamedWeight` whose `[expert]` is a view over the ring:
+
+    router ──► top_k_index ──► Pass: demand what is wanted, in ascending order, in waves
+                                 │
+               eager forward ────┴─► gate_up_proj[e], down_proj[e] ──► views of e while e is held
+
+The eager forward visits experts in ascending order and sums in that order, so experts are demanded in it: a
+sum in bfloat16 depends on the order.  `Ring.in_order` holds at most half the ring, so a prompt may want more
+experts than the ring has slots.
+
+Which of an expert's tensors make a slice of a parameter is a `Recipe`.  The tags that the source gives
+(docs/formats.md) must agree with the flags of the module's class: a shape says nothing of the order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from smoe_mp import torch as views
+from smoe_mp.errors import ModelError, RingError
+from smoe_mp.ring import Expert, Ring, TensorInfo
+from smoe_mp.sources.base import Tensor
+
+__all__ = ["IMPLEMENTATION", "ExpertLayer", "Recipe", "Stream", "StreamedWeight", "recipe_for"]
+
+#: The name under which transformers knows the function below.
+IMPLEMENTATION = "smoe"
+
+#: Rows of a router's output whose further ranks are guessed from: a batch of sequences at decode.
+GUESS_ROWS = 8
+
+#: A parameter's name to the projections that make it, as one tensor or row after row.
+_PROJECTIONS = {
+    "gate_up_proj": (("gate_up",), ("gate", "up")),
+    "up_proj": (("up",),),
+    "down_proj": (("down",),),
+}
+
+
+class Stream:
+    """What the layers of one model share: the ring, and which pass runs in this thread."""
+
+    def __init__(self) -> None:
+        self._ring: Ring | None = None
+        self.threads = 1
+        self.local = threading.local()
+
+    @property
+    def ring(self) -> Ring:
+        if self._ring is None:
+            raise ModelError("the model's experts are not bound to a ring: load it anew")
+        return self._ring
+
+    def bind(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ModelError("a model with streamed experts cannot be copied: load it once more")
+
+    __reduce_ex__ = __deepcopy__
+
+
+# --- recipes -----------------------------------------------------------------------------------------------
+
+
+#: The tensors of an expert that make a slice of a parameter: one, or several whose outputs follow each other.
+Recipe = tuple[str, ...]
+
+
+def recipe_for(module: Any, parameter: str, shape: Sequence[int], tensors: Mapping[str, Tensor]) -> Recipe:
+    """What makes `parameter` of an experts module, whose slices have `shape`.
+
+    `tensors`: an expert's, by name.  ModelError where one is missing, or of another order or shape.
+    """
+    stem = parameter.removesuffix("_bias")
+    end = ".bias" if parameter != stem else ""
+    for names in _PROJECTIONS.get(stem, ()):
+        wanted = tuple(name + end for name in names)
+        if all(name in tensors for name in wanted):
+            found = [tensors[name] for name in wanted]
+            _check_order(module, found, bias=bool(end))
+            _check_shape(parameter, shape, found)
+            return wanted
+    raise ModelError(
+        f"parameter {parameter} of the experts: no such tensor among {', '.join(tensors)}; the files are not"
+        " those of this model"
+    )
+
+
+def _check_order(module: Any, found: Sequence[Tensor], *, bias: bool) -> None:
+    """The elements stand as the module's code takes them; nothing is put into another order."""
+    for t in found:
+        words = set(t.tag.split(","))
+        if "unknown" in words:
+            raise ModelError(f"{t.name}: the order of its elements is not known for this model type")
+        if not bias and ("transposed" in words) != bool(module.is_transposed):
+            raise ModelError(f"{t.name} is {t.tag!r}, the model's code takes it the other way round")
+        fused = t.name.startswith("gate_up")
+        if fused and ("interleaved" in words) == bool(module.is_concatenated):
+            raise ModelError(f"{t.name} is {t.tag!r}, the model's code has gate and up in another order")
+    if len(found) > 1 and (module.is_transposed or not module.is_concatenated):
+        names = " and ".join(t.name for t in found)
+        raise ModelError(f"{names} lie apart, and the model's code takes them as columns or in turn")
+
+
+def _check_shape(parameter: str, shape: Sequence[int], found: Sequence[Tensor]) -> None:
+    shapes = [t.shape for t in found]
+    alike = all(s and s[1:] == shapes[0][1:] for s in shapes)
+    made = [sum(s[0] for s in shapes), *shapes[0][1:]] if alike else []
+    if made != list(shape):
+        raise ModelError(
+            f"{', '.join(t.name for t in found)}: makes a slice of shape {made}, the model's {parameter} has"
+            f" {list(shape)}: the files are not those of this model"
+        )
+
+
+# --- weights -----------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Rows of one weight that lie in two places: `linear(x, Rows)` is one linear after the other.
+
+    Each output is the same product of a row with x, so nothing has to be copied together.  Whatever else is
+    done with it sees the rows copied together.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self.parts = tuple(parts)
+
+    def joined(self) -> torch.Tensor:
+        return torch.cat(self.parts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.joined(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is functional.linear and len(args) == 2 and not kwargs and isinstance(args[1], cls):
+            return torch.cat([functional.linear(args[0], part) for part in args[1].parts], dim=-1)
+        args = [a.joined() if isinstance(a, cls) else a for a in args]
+        return function(*args, **{k: v.joined() if isinstance(v, cls) else v for k, v in kwargs.items()})
+
+
+class StreamedWeight:
+    """In the place of a stacked parameter: `weight[e]` is the slice of expert e, for as long as a pass holds
+    that expert.  `shape` and `dtype` are the parameter's; there is no memory behind it."""
+
+    ndim: int
+    device = torch.device("cpu")
+
+    def __init__(self, layer: ExpertLayer, name: str, parameter: Any) -> None:
+        self.layer = layer
+        self.name = name
+        self.shape = tuple(parameter.shape)
+        self.dtype = parameter.dtype
+        self.ndim = len(self.shape)
+        self.recipe: Recipe = ()
+
+    def __repr__(self) -> str:
+        return f"<StreamedWeight {self.name} {list(self.shape)} {self.dtype}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._misused(f".{name}")
+
+    def __getitem__(self, expert: Any) -> Any:
+        if isinstance(expert, slice | tuple | list) or (torch.is_tensor(expert) and expert.ndim):
+            raise self._misused("[several]")
+        return _slice(self.layer.expert_of_pass(int(expert)), self)
+
+    def _misused(self, how: str) -> ModelError:
+        return ModelError(
+            f"{self.name}{how}: these experts are streamed, and only the family's eager code runs on them"
+            f" (experts_implementation={IMPLEMENTATION!r})"
+        )
+
+
+def _slice(expert: Expert, weight: StreamedWeight) -> Any:
+    names, threads = weight.recipe, weight.layer.stream.threads
+    if (joined := _adjacent(expert, names)) is not None:
+        return joined.to(weight.dtype)
+    parts = [views.dequantize(expert, name, weight.dtype, threads=threads) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(parts) if len(weight.shape) == 3 else torch.cat(parts)
+
+
+def _adjacent(expert: Expert, names: Recipe) -> torch.Tensor | None:
+    """Several floating-point tensors that lie one behind the other in the slot, as one view."""
+    if len(names) < 2:
+        return None
+    infos = [expert.tensors[name] for name in names]
+    first = infos[0]
+    for one, next_one in pairwise(infos):
+        if next_one.offset != one.offset + one.nbytes or next_one.dtype != first.dtype:
+            return None
+    if first.dtype not in ("F32", "F16", "BF16"):
+        return None
+    shape = (sum(i.shape[0] for i in infos), *first.shape[1:])
+    whole = TensorInfo(first.name, first.dtype, shape, first.offset, sum(i.nbytes for i in infos))
+    return views.over(expert, whole)
+
+
+# --- a layer -----------------------------------------------------------------------------------------------
+
+
+class ExpertLayer:
+    """The experts module of one layer: its streamed weights, and the pass that runs on it."""
+
+    def __init__(self, stream: Stream, number: int, name: str) -> None:
+        self.stream = stream
+        self.number = number
+        self.name = name
+        self.weights: dict[str, StreamedWeight] = {}
+
+    @property
+    def n_experts(self) -> int:
+        first: StreamedWeight = next(iter(self.weights.values()))
+        return int(first.shape[0])
+
+    def expert_of_pass(self, expert: int) -> Expert:
+        running: Pass | None = getattr(self.stream.local, "running", None)
+        if running is None or running.layer is not self:
+            raise ModelError(
+                f"{self.name}: expert {expert} is wanted outside of a pass; these experts are streamed, and"
+                f" only experts_implementation={IMPLEMENTATION!r} runs on them"
+            )
+        return running.expert(expert)
+
+    def saw_scores(self, scores: Any) -> None:
+        """What the router gave to all experts, for the guesses of the pass that follows."""
+        self.stream.local.scores = self.number, scores
+
+    def guesses(self, used: Sequence[int], top_k: int, ranks: int) -> list[int]:
+        """Experts of the ranks behind the first `top_k`, best first."""
+        layer, scores = getattr(self.stream.local, "scores", (None, None))
+        self.stream.local.scores = None, None
+        if layer != self.number or scores is None:
+            return []
+        rows = scores.reshape(-1, scores.shape[-1])
+        rows = rows if len(rows) <= GUESS_ROWS else rows[-1:]
+        order = rows.topk(min(rows.shape[-1], top_k + ranks)).indices[:, top_k:].t().flatten().tolist()
+        return [e for e in dict.fromkeys(order) if e not in used]
+
+    def run(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The family's eager forward on streamed weights."""
+        hidden, index, weights = _arguments(args, kwargs)
+        self._refuse_misuse(module, hidden, weights)
+        wanted = sorted(e for e in set(index.unique().tolist()) if 0 <= e < self.n_experts)
+        forward = type(module).forward
+        eager = getattr(forward, "__wrapped__", forward)
+        one = Pass(self, wanted, int(index.shape[-1]))
+        with closing(one):
+            self.stream.local.running = one
+            try:
+                return eager(module, *args, **kwargs)
+            finally:
+                self.stream.local.running = None
+
+    def _refuse_misuse(self, module: Any, hidden: torch.Tensor, weights: torch.Tensor) -> None:
+        if module.training:
+            raise ModelError(f"{self.name}: streamed experts cannot be trained: call model.eval()")
+        if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
+            raise ModelError(
+                f"{self.name}: gradients are wanted, but autograd would keep views of experts whose slots are"
+                " reused: run under torch.no_grad() or torch.inference_mode()"
+            )
+        if hidden.device.type != "cpu":
+            raise ModelError(f"{self.name}: runs on the CPU only, not yet on {hidden.device}")
+
+
+class Pass:
+    """One run of a layer's experts: demands `wanted` (ascending) and gives them out in that order."""
+
+    def __init__(self, layer: ExpertLayer, wanted: Sequence[int], top_k: int) -> None:
+        self.layer = layer
+        self._wanted, self._top_k = wanted, top_k
+        self._waves = layer.stream.ring.in_order(layer.number, wanted)
+        self._current: Expert | None = None
+
+    def expert(self, expert: int) -> Expert:
+        first = self._current is None
+        while self._current is None or self._current.expert < expert:
+            try:
+                self._current = next(self._waves)
+            except StopIteration:
+                raise self._out_of_order(expert) from None
+        if first:
+            self._guess()
+        if self._current.expert != expert:
+            raise self._out_of_order(expert)
+        return self._current
+
+    def close(self) -> None:
+        self._waves.close()
+
+    def _guess(self) -> None:
+        """Behind the demand: a guess is read when no demand waits."""
+        ring = self.layer.stream.ring
+        if ranks := ring.speculation_ranks:
+            guesses = self.layer.guesses(self._wanted, self._top_k, ranks)
+            if guesses:
+                ring.speculate(self.layer.number, guesses)
+
+    def _out_of_order(self, expert: int) -> RingError:
+        return RingError(
+            f"{self.layer.name}: the family's code wants expert {expert}, which is not the next of"
+            f" {list(self._wanted)}: it does not visit experts in ascending order"
+        )
+
+
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Hidden states, indices and weights, by whatever names the family gives them."""
+    found = [*args, *kwargs.values()]
+    if len(found) < 3:
+        raise ModelError(f"the experts were called with {len(found)} arguments, not 3: another transformers?")
+    return found[0], found[1], found[2]
+
+
+def smoe_experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The registered function: in place of the forward of an experts module whose config asks for it."""
+    layer: ExpertLayer | None = self.__dict__.get("_smoe_layer")
+    if layer is None:
+        raise ModelError(
+            f"{type(self).__name__}: experts_implementation={IMPLEMENTATION!r} is for models that"
+            " smoe_mp.transformers.load gave; choose another one"
+        )
+    return layer.run(self, args, kwargs)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, smoe_experts_forward)
