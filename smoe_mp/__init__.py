@@ -19,6 +19,7 @@ A map of the package, from files to clients; each part uses only what stands bef
     control/                  commands over ZeroMQ
     models, launch            what may be named as a model; a private system as a child process
     ring                      the client: attach, fetch, release
+    torch, transformers/      extras: views as torch tensors, models on streamed experts
     text, run                 tokens to text; `smoe-mp run`
     cli, inspect, demo        the command line
 """
