@@ -9,12 +9,12 @@ CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos bench clean setup
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos bench tiny clean setup
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
 
-demo: $(VENV)/.ready ## make a small real vault and stream it through a ring much smaller
+demo: $(VENV)/.ready ## have the small model that comes along write text, half of its experts in memory
 	$(VENV)/bin/smoe-mp demo
 
 test: ctest pytest ## all tests
@@ -58,6 +58,10 @@ chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
 bench: $(VENV)/.ready ## the short benchmarks
 	for what in hit miss idle io; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
 
+tiny: $(VENV)/.ready ## pack the small model anew from its checkpoint, CHECKPOINT=FOLDER
+	$(VENV)/bin/smoe-mp pack $(CHECKPOINT) smoe_mp/models/tiny/tiny.smoe --checksums --force
+	cp $(CHECKPOINT)/config.json smoe_mp/models/tiny/config.json
+
 setup: $(VENV)/.ready ## only the virtual environment
 
 $(VENV)/.ready: $(SOURCES)
@@ -67,4 +71,4 @@ $(VENV)/.ready: $(SOURCES)
 	@touch $@
 
 clean: ## remove what was built
-	rm -rf build dist $(VENV) .demo .bench
+	rm -rf build dist $(VENV) .bench

@@ -44,7 +44,7 @@ from smoe_mp.control.commands import (
     help_text,
 )
 from smoe_mp.control.server import ControlServer
-from smoe_mp.demo import run_demo
+from smoe_mp.demo import PROMPT, Writing, run_demo
 from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
 from smoe_mp.fit import fit
 from smoe_mp.process import ExitWatch
@@ -333,20 +333,29 @@ app.add_typer(bench_app, name="bench")
 
 
 @app.command(
-    help="Make a vault, stream it through a small ring, compute with it, and compare.\n\n"
-    "Example: smoe-mp demo --tokens 200"
+    help="Have the small model that comes along write through a ring of half its experts, and compare.\n\n"
+    "Example: smoe-mp demo --prompt 'def read_lines(path):'"
 )
 def demo(
+    *,
+    prompt: Annotated[
+        str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with.")
+    ] = PROMPT,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", min=1, max=2000, help="Bytes to write at most in a turn.")
+    ] = 240,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", metavar="T", min=0, max=10, help="0: always the likeliest byte."),
+    ] = 0.5,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the draws.")] = 1,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="A configuration other than the demo's.")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens to decode.")] = 300,
-    scratch: Annotated[
-        Path, typer.Option("--scratch", metavar="DIR", help="Where the vault is made and kept.")
-    ] = Path(".demo"),
 ) -> None:
     config = config or segments.installed("configs/demo.toml")
-    raise typer.Exit(run_demo(config, tokens, scratch, Console()))
+    asked = Writing(os.fsencode(prompt), tokens, temperature, seed)
+    raise typer.Exit(run_demo(config, asked, Console()))
 
 
 # --- drawing ---------------------------------------------------------------------------------------------
