@@ -431,7 +431,7 @@ def counters(ring: Any, participant: int) -> dict[str, int]:
 
 
 def participants(ring: Any) -> list[dict[str, Any]]:
-    room = 162
+    room = 163
     infos = ffi.new("smoe_participant_info[]", room)
     n = lib.smoe_participants(ring, infos, room)
     now = lib.smoe_now_ns()
