@@ -259,6 +259,8 @@ const uint32_t *smoe_tracing(const smoe_ring *ring);
 int smoe_trace_ranks(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_error *error);
 /* Record, or stop.  Returns the log's position, from which on to read.  Recorder only: else -EPERM. */
 int64_t smoe_trace_record(smoe_ring *ring, int on);
+/* Cells written so far: where the next record will begin. */
+uint64_t smoe_trace_head(const smoe_ring *ring);
 /* Copy whole records from *position on to out, at most room cells, and go behind them.  Returns how many cells.
  * What was written over before it was read is added to *lost, in cells.  A record that is not finished stops
  * it; pass_over: it is lost.  -ENOBUFS: room is too small for a record.  Recorder only. */

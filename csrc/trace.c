@@ -91,6 +91,11 @@ int64_t smoe_trace_record(smoe_ring *r, int on) {
     return (int64_t)head;
 }
 
+uint64_t smoe_trace_head(const smoe_ring *r) {
+    return r->fork_generation == fork_generation() ? atomic_load_explicit(&r->hot->trace_head, memory_order_relaxed)
+                                                   : 0;
+}
+
 static uint64_t cell(const smoe_ring *r, uint64_t position) {
     return atomic_load_explicit(&r->trace[position % SMOE_TRACE_CELLS], memory_order_relaxed);
 }

@@ -18,6 +18,8 @@ A map of the package, from files to clients; each part uses only what stands bef
     prewarm, histogram        popularity: loading by it, keeping it
     control/                  commands over ZeroMQ
     ring                      the client: attach, fetch, release
+    trace, trace_view         what was asked of a ring: recording, files, figures
+    engine, models            a whole model in numpy on a ring; the small one that comes along
     cli, inspect, demo        the command line
 """
 

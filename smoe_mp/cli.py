@@ -52,6 +52,7 @@ from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_
 from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
 from smoe_mp.supervisor import Supervisor
+from smoe_mp.trace_cli import app as trace_app
 
 app = typer.Typer(
     name="smoe-mp",
@@ -330,6 +331,7 @@ def _layer_and_expert(text: str) -> tuple[int, int]:
 
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(trace_app, name="trace")
 
 
 @app.command(

@@ -51,7 +51,7 @@ NAME_MAX = 22
 
 MODES = ("unknown", "direct", "buffered", "bounce", "memory")
 STATES = ("creating", "live", "stopping", "gone", "stale")
-ROLES = ("client", "worker", "supervisor", "prewarm")
+ROLES = ("client", "worker", "supervisor", "prewarm", "observer", "trace")
 CENSUS = ("empty", "queued", "reading", "ready", "consumed", "failed", "held", "guesses", "reserved")
 PREWARM_WORDS = {
     "pause": lib.SMOE_PREWARM_PAUSE,
