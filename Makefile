@@ -11,12 +11,12 @@ CHAOS_ROUNDS ?= 1000
 FUZZ_RUNS ?= 10000
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench clean setup
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench tiny clean setup
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
 
-demo: $(VENV)/.ready ## make a small real vault and stream it through a ring much smaller
+demo: $(VENV)/.ready ## have the small model that comes along write text, half of its experts in memory
 	$(VENV)/bin/smoe-mp demo
 
 test: ctest pytest ## all tests
@@ -63,6 +63,10 @@ fuzz: $(VENV)/.ready ## fuzz the parsers of model files, FUZZ_RUNS cases of each
 bench: $(VENV)/.ready ## the short benchmarks
 	for what in hit miss idle io dequant; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
 
+tiny: $(VENV)/.ready ## pack the small model anew from its checkpoint, CHECKPOINT=FOLDER
+	$(VENV)/bin/smoe-mp pack $(CHECKPOINT) smoe_mp/tiny/tiny.smoe --checksums --force
+	cp $(CHECKPOINT)/config.json smoe_mp/tiny/config.json
+
 setup: $(VENV)/.ready ## only the virtual environment
 
 $(VENV)/.ready: $(SOURCES)
@@ -77,4 +81,4 @@ $(VENV)/.torch: $(VENV)/.ready .ci/torch.txt
 	    -r .ci/torch.txt && touch $@ || echo "note: no torch here (.ci/torch.txt): tests/torch are skipped"
 
 clean: ## remove what was built
-	rm -rf build dist $(VENV) .demo .bench
+	rm -rf build dist $(VENV) .bench

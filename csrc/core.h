@@ -1,6 +1,6 @@
 /* core.h: what the C files share: the handle, the slot word, and each file's functions.
  *
- * Reading order: shm_layout.h, segment.c, slot.c, queue.c, lru.c, ring.c, crc32c.c, worker.c,
+ * Reading order: shm_layout.h, segment.c, slot.c, queue.c, lru.c, ring.c, trace.c, crc32c.c, worker.c,
  * recover.c.
  *
  * Memory order.  Four pairs of accesses carry everything; the labels stand at the code:
@@ -39,7 +39,7 @@ struct smoe_ring {
     _Atomic uint64_t (*counters)[SMOE_COUNTER_ROW];
     _Atomic uint32_t *file_modes;
     _Atomic uint64_t *words, *ticks, *bounds, *empties, *guesses;
-    _Atomic uint64_t *demand_cells, *speculative_cells;
+    _Atomic uint64_t *demand_cells, *speculative_cells, *trace;
     _Atomic uint32_t *homes, *histogram;
     struct smoe_slot *slots;
     const uint32_t *grid;
@@ -178,10 +178,19 @@ INTERNAL void prewarm_ring(smoe_ring *r);
 INTERNAL void space_freed(smoe_ring *r);
 INTERNAL int ring_check(const smoe_ring *r, smoe_error *e);
 
+/* trace.c */
+static inline bool tracing(const smoe_ring *r) {
+    return atomic_load_explicit(&r->hot->tracing, memory_order_relaxed) != 0;
+}
+INTERNAL uint64_t trace_begin(smoe_ring *r, enum smoe_trace_kind kind, uint32_t layer, uint32_t n);
+INTERNAL void trace_entry(smoe_ring *r, uint64_t position, uint32_t expert, enum smoe_trace_outcome outcome);
+INTERNAL void trace_holds(smoe_ring *r, enum smoe_trace_kind kind, uint32_t layer, const smoe_hold *holds, uint32_t n);
+
 /* recover.c */
 INTERNAL void leave_client(smoe_ring *r, uint32_t id);
 INTERNAL void recover_client(smoe_ring *r, uint32_t id);
 INTERNAL void recover_worker(smoe_ring *r, uint32_t worker);
+INTERNAL void recover_trace(smoe_ring *r);
 INTERNAL void free_entry(smoe_ring *r, uint32_t id);
 
 /* crc32c.c: beside what smoe.h has, the way that needs no instruction; for tests */

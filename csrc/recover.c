@@ -136,6 +136,11 @@ void recover_worker(smoe_ring *r, uint32_t worker) {
     free_entry(r, SMOE_ID_WORKER + worker);
 }
 
+/* A recorder that is gone records no more. */
+void recover_trace(smoe_ring *r) {
+    atomic_store_explicit(&r->hot->tracing, 0, memory_order_relaxed);
+}
+
 /* --- the sweep ---------------------------------------------------------------------------------------- */
 
 struct dead {
@@ -176,6 +181,8 @@ int smoe_recover(smoe_ring *r, int in_full, smoe_recovery *out) {
             done.requeued += requeue_reads(r, id - SMOE_ID_WORKER);
             forget_read(r, id);
         }
+    if (dead.ids[SMOE_ID_TRACE])
+        recover_trace(r);
     bool after_death = in_full || dead.clients || dead.workers || dead.others;
     if (after_death)
         mend_hints(r);

@@ -549,7 +549,11 @@ static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
         rc = reserve(r, holds, n, limit, e);
     else
         rc = reserve_batch(r, holds, n) ? 0 : busy(r, e, n);
-    return rc ? rc : acquire_rest(r, holds, n, limit, e);
+    if (rc == 0)
+        rc = acquire_rest(r, holds, n, limit, e);
+    if (rc >= 0 && tracing(r))
+        trace_holds(r, SMOE_TRACE_DEMAND, (uint32_t)layer, holds, n);
+    return rc;
 }
 
 int smoe_acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int64_t timeout_ms,
@@ -597,6 +601,8 @@ int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *
     count_popularity(r, (uint32_t)index);
     if (before & WORD_SPECULATIVE)
         count(r, SMOE_C_GUESS_HITS, 1);
+    if (tracing(r))
+        trace_holds(r, SMOE_TRACE_CLAIM, (uint32_t)layer, hold, 1);
     return 1;
 }
 
@@ -933,13 +939,19 @@ int smoe_speculate(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
     for (uint32_t i = 0; i < n; i++)
         if (smoe_expert_index(r, layer, experts[i]) < 0)
             return fail(e, SMOE_EID, "no such expert", 0, (uint64_t)experts[i], i);
-    uint32_t i = 0;
+    uint32_t i = 0, traced = !tracing(r) ? 0 : n < SMOE_TRACE_ENTRIES ? n : SMOE_TRACE_ENTRIES;
+    uint64_t at = traced ? trace_begin(r, SMOE_TRACE_GUESS, (uint32_t)layer, traced) : 0;
     for (; i < n; i++) {
-        int got = guess_one(r, (uint32_t)smoe_expert_index(r, layer, experts[i]));
+        uint32_t expert = (uint32_t)smoe_expert_index(r, layer, experts[i]);
+        int got = guess_one(r, expert);
         if (got < 0)
             break;
+        if (i < traced)
+            trace_entry(r, at + i, expert, got ? SMOE_TRACE_ASKED : SMOE_TRACE_THERE);
         queued += got;
     }
+    for (uint32_t k = i; k < traced; k++)
+        trace_entry(r, at + k, (uint32_t)smoe_expert_index(r, layer, experts[k]), SMOE_TRACE_DROPPED);
     if (queued) {
         count(r, SMOE_C_GUESSES, (uint64_t)queued);
         doorbell_ring(r, queued);
@@ -977,6 +989,8 @@ int smoe_busy(smoe_ring *r, int on) {
             atomic_fetch_and_explicit(&r->hot->busy, ~(1u << r->id), memory_order_seq_cst);
         FAILPOINT("busy.word");
         prewarm_ring(r);
+        if (tracing(r))
+            trace_begin(r, on ? SMOE_TRACE_BUSY : SMOE_TRACE_IDLE, 0, 0);
     }
     held = on ? held + 1 : held ? held - 1 : 0;
     word_unlock(&r->busy_holds, held);

@@ -75,6 +75,7 @@ static uint64_t layout_fingerprint(void) {
         SMOE_PARTICIPANTS,
         SMOE_COUNTER_ROW,
         SMOE_GROUP,
+        SMOE_TRACE_CELLS,
     };
     uint64_t h = 0xCBF29CE484222325ull; /* FNV-1a */
     for (size_t i = 0; i < sizeof facts / sizeof *facts; i++)
@@ -168,6 +169,7 @@ static int lay_out(const smoe_geometry *g, struct smoe_header *h, smoe_error *e)
     REGION(off_histogram, (uint64_t)h->n_experts * sizeof(uint32_t));
     REGION(off_words, (uint64_t)h->n_slots * sizeof(uint64_t));
     REGION(off_slots, (uint64_t)h->n_slots * sizeof(struct smoe_slot));
+    REGION(off_trace, SMOE_TRACE_CELLS * sizeof(uint64_t));
     at = round_up(at, SMOE_PAGE_ALIGN);
     h->tables_offset = at;
     REGION(off_grid, (uint64_t)h->grid_layers * h->grid_experts * sizeof(uint32_t));
@@ -215,6 +217,7 @@ static void bind_regions(smoe_ring *r, unsigned char *base, const struct smoe_he
     r->histogram = (_Atomic uint32_t *)(base + h->off_histogram);
     r->words = (_Atomic uint64_t *)(base + h->off_words);
     r->slots = (struct smoe_slot *)(base + h->off_slots);
+    r->trace = (_Atomic uint64_t *)(base + h->off_trace);
     r->grid = (const uint32_t *)(base + h->off_grid);
     r->experts = (const struct smoe_expert_rec *)(base + h->off_experts);
     r->windows = (const struct smoe_window_rec *)(base + h->off_windows);
@@ -701,6 +704,8 @@ static int try_id(smoe_ring *r, uint32_t id) {
             recover_client(r, id);
     } else if (id < SMOE_ID_SUPERVISOR && used) {
         recover_worker(r, id - SMOE_ID_WORKER);
+    } else if (id == SMOE_ID_TRACE) {
+        recover_trace(r);
     }
     return 0;
 }
@@ -717,7 +722,9 @@ static int take_id(smoe_ring *r, int role, uint32_t worker, smoe_error *e) {
             return fail(e, -EINVAL, "worker id", EINVAL, SMOE_WORKERS - 1, worker);
         rc = try_id(r, SMOE_ID_WORKER + worker);
     } else {
-        rc = try_id(r, role == SMOE_ROLE_SUPERVISOR ? SMOE_ID_SUPERVISOR : SMOE_ID_PREWARM);
+        rc = try_id(r, role == SMOE_ROLE_SUPERVISOR ? SMOE_ID_SUPERVISOR
+                       : role == SMOE_ROLE_TRACE    ? SMOE_ID_TRACE
+                                                    : SMOE_ID_PREWARM);
     }
     if (rc == -EAGAIN)
         return fail(e, SMOE_ETAKEN, "lock", EAGAIN, 0, 0);
@@ -853,8 +860,11 @@ void smoe_detach(smoe_ring *r) {
     pthread_mutex_unlock(&handles_lock);
     if (r->id < SMOE_CLIENTS && atomic_load(&r->participants[r->id].generation) == r->generation)
         leave_client(r, r->id);
-    else if (r->id < SMOE_PARTICIPANTS && atomic_load(&r->participants[r->id].generation) == r->generation)
+    else if (r->id < SMOE_PARTICIPANTS && atomic_load(&r->participants[r->id].generation) == r->generation) {
+        if (r->id == SMOE_ID_TRACE)
+            recover_trace(r);
         free_entry(r, r->id);
+    }
     FAILPOINT("detach.freed");
     unmap(r); /* the lock goes with its descriptor, last */
 }

@@ -10,8 +10,8 @@
  *   │   geometry, region offsets, settings       │
  *   │ smoe_hot: tick, doorbells, queue positions │
  *   │ reservations   u32 [32]                    │
- *   │ participants   smoe_participant [162]      │
- *   │ counters       u64 [162][32]               │
+ *   │ participants   smoe_participant [163]      │
+ *   │ counters       u64 [163][32]               │
  *   │ file modes     u32 [n_files]               │
  *   │ ticks          u64 [n_groups * 64]         │
  *   │ bounds         u64 [n_spans * 64]          │
@@ -23,6 +23,7 @@
  *   │ histogram      u32 [n_experts]             │
  *   │ words          u64 [n_slots]  slot words   │
  *   │ slots          smoe_slot [n_slots]         │
+ *   │ trace          u64 [131072]  see trace.c   │
  *   ├────────────────────────────────────────────┤ tables_offset, a multiple of 64 KiB
  *   │ grid           u32 [grid_layers][grid_ex]  │         read-only
  *   │ experts, windows, parts, moves             │
@@ -42,7 +43,7 @@
 #include <stdint.h>
 
 #define SMOE_MAGIC 0x474E4952454F4D53ull /* "SMOERING", little-endian */
-#define SMOE_ABI   2u
+#define SMOE_ABI   3u
 
 #define SMOE_SLOT_ALIGN  16384u     /* slots start on, and are a multiple of, 16 KiB */
 #define SMOE_PAGE_ALIGN  65536u     /* the largest page size that we meet */
@@ -56,13 +57,15 @@
 #define SMOE_GRID_MAX    (1u << 24) /* cells of the (layer, expert) grid */
 #define SMOE_FILES_MAX   4096u
 #define SMOE_NDIM        4u
+#define SMOE_TRACE_CELLS (1u << 17)
 
 /* Participant ids.  A participant's id is also the byte of the control segment that it locks. */
 #define SMOE_ID_CLIENT     0u
 #define SMOE_ID_WORKER     SMOE_CLIENTS
 #define SMOE_ID_SUPERVISOR (SMOE_ID_WORKER + 128u)
 #define SMOE_ID_PREWARM    (SMOE_ID_SUPERVISOR + 1u)
-#define SMOE_PARTICIPANTS  (SMOE_ID_PREWARM + 1u)
+#define SMOE_ID_TRACE      (SMOE_ID_PREWARM + 1u)
+#define SMOE_PARTICIPANTS  (SMOE_ID_TRACE + 1u)
 
 enum smoe_ring_state {
     SMOE_CREATING = 0, /* zero pages: what a creator leaves that was killed on the way */
@@ -184,7 +187,7 @@ struct smoe_header {
     /* Region offsets from the segment's start. */
     uint64_t off_hot, off_reservations, off_participants, off_counters, off_file_modes;
     uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_demand, off_speculative;
-    uint64_t off_homes, off_histogram, off_words, off_slots;
+    uint64_t off_homes, off_histogram, off_words, off_slots, off_trace;
     uint64_t tables_offset;
     uint64_t off_grid, off_experts, off_windows, off_parts, off_moves;
     uint64_t off_layouts, off_tensors, off_files, off_strings;
@@ -209,7 +212,9 @@ struct smoe_hot {
     _Atomic uint32_t prewarm_runs;                  /* changed to have it begin anew */
     _Atomic uint32_t prewarm_state;                 /* what it does now: enum smoe_prewarm_state */
     _Atomic uint32_t prewarm_done, prewarm_goal;    /* experts of the pass under way */
+    _Atomic uint32_t tracing;                       /* 1: somebody records; see trace.c */
     _Atomic uint32_t changed;                       /* STALE: file (low 16 bits), what of it (SMOE_CHANGED_*) above */
+    _Alignas(SMOE_LINE) _Atomic uint64_t trace_head; /* cells of the trace drawn so far */
     struct smoe_queue_pos demand;
     struct smoe_queue_pos speculative;
 };
@@ -302,7 +307,7 @@ _Static_assert(offsetof(struct smoe_header, data_ino) == 56, "frozen");
 _Static_assert(offsetof(struct smoe_header, control_bytes) == 64, "the frozen part is 64 bytes");
 _Static_assert(sizeof(struct smoe_slot) == 64, "");
 _Static_assert(sizeof(struct smoe_participant) == 128, "");
-_Static_assert(sizeof(struct smoe_hot) == 9 * SMOE_LINE, "");
+_Static_assert(sizeof(struct smoe_hot) == 10 * SMOE_LINE, "");
 _Static_assert(sizeof(struct smoe_expert_rec) == 48, "");
 _Static_assert(sizeof(struct smoe_window_rec) == 40, "");
 _Static_assert(sizeof(struct smoe_part_rec) == 32, "");

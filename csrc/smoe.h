@@ -36,7 +36,8 @@ enum {
     SMOE_ROLE_WORKER = 1,
     SMOE_ROLE_SUPERVISOR = 2,
     SMOE_ROLE_PREWARM = 3,
-    SMOE_ROLE_OBSERVER = 4 /* takes no id, may only look */
+    SMOE_ROLE_OBSERVER = 4, /* takes no id, may only look */
+    SMOE_ROLE_TRACE = 5     /* the recorder: one at a time */
 };
 
 enum {
@@ -236,6 +237,36 @@ int64_t smoe_prewarm_get(const smoe_ring *ring, int which);
 int smoe_prewarm_set(smoe_ring *ring, int which, uint32_t value);
 /* Sleep until the bell differs from what was seen, at most timeout_ms. */
 int smoe_prewarm_sleep(smoe_ring *ring, uint32_t bell, uint32_t timeout_ms);
+
+/* --- traces: see trace.c ---------------------------------------------------------------------------- */
+
+enum smoe_trace_kind {
+    SMOE_TRACE_DEMAND = 1, /* a batch that was acquired */
+    SMOE_TRACE_CLAIM = 2,  /* claim_specific that found its expert */
+    SMOE_TRACE_RANKS = 3,  /* what a router ranked behind the demand before it */
+    SMOE_TRACE_GUESS = 4,  /* a speculate */
+    SMOE_TRACE_BUSY = 5,   /* a request begins, and ends: no entries */
+    SMOE_TRACE_IDLE = 6
+};
+enum smoe_trace_outcome {
+    SMOE_TRACE_ASKED = 0,  /* a read was asked for, or was under way */
+    SMOE_TRACE_THERE = 1,  /* resident; of a guess: in the ring in some state */
+    SMOE_TRACE_DROPPED = 2 /* a guess that was given up */
+};
+enum { SMOE_TRACE_ENTRIES = 65535 }; /* of one record at most */
+/* A word that is not 0 while somebody records. */
+const uint32_t *smoe_tracing(const smoe_ring *ring);
+/* Write down what a router ranked behind a demand, best first; nothing where nobody records.  Returns 0. */
+int smoe_trace_ranks(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_error *error);
+/* Record, or stop.  Returns the log's position, from which on to read.  Recorder only: else -EPERM. */
+int64_t smoe_trace_record(smoe_ring *ring, int on);
+/* Cells written so far: where the next record will begin. */
+uint64_t smoe_trace_head(const smoe_ring *ring);
+/* Copy whole records from *position on to out, at most room cells, and go behind them.  Returns how many cells.
+ * What was written over before it was read is added to *lost, in cells.  A record that is not finished stops
+ * it; pass_over: it is lost.  -ENOBUFS: room is too small for a record.  Recorder only. */
+int64_t smoe_trace_read(const smoe_ring *ring, int pass_over, uint64_t *position, uint64_t *lost, uint64_t *out,
+                        uint32_t room);
 
 /* For callers that have signals to look after, as Python has: calls that would go on waiting return -EINTR
  * after each nap of at most 100 ms and at every signal.  Call again with the same error record, and the time

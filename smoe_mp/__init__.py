@@ -21,6 +21,8 @@ A map of the package, from files to clients; each part uses only what stands bef
     ring                      the client: attach, fetch, release
     torch, transformers/      extras: views as torch tensors, models on streamed experts
     text, run                 tokens to text; `smoe-mp run`
+    trace, trace_view         what was asked of a ring: recording, files, figures
+    engine, tiny              a whole model in numpy on a ring; the small one that comes along
     cli, inspect, demo        the command line
 """
 

@@ -46,7 +46,7 @@ from smoe_mp.control.commands import (
     help_text,
 )
 from smoe_mp.control.server import ControlServer
-from smoe_mp.demo import run_demo
+from smoe_mp.demo import PROMPT, Writing, run_demo
 from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
 from smoe_mp.fit import fit, slots_in
 from smoe_mp.process import ExitWatch
@@ -56,6 +56,7 @@ from smoe_mp.sizing import Sizing
 from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
 from smoe_mp.supervisor import Supervisor
+from smoe_mp.trace_cli import app as trace_app
 
 app = typer.Typer(
     name="smoe-mp",
@@ -490,23 +491,33 @@ def run(
 app.command("pack", help=vault_cli.PACK_HELP)(vault_cli.pack)
 app.command("verify", help=vault_cli.VERIFY_HELP)(vault_cli.verify)
 app.add_typer(bench_app, name="bench")
+app.add_typer(trace_app, name="trace")
 
 
 @app.command(
-    help="Make a vault, stream it through a small ring, compute with it, and compare.\n\n"
-    "Example: smoe-mp demo --tokens 200"
+    help="Have the small model that comes along write through a ring of half its experts, and compare.\n\n"
+    "Example: smoe-mp demo --prompt 'def read_lines(path):'"
 )
 def demo(
+    *,
+    prompt: Annotated[
+        str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with.")
+    ] = PROMPT,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", min=1, max=2000, help="Bytes to write at most in a turn.")
+    ] = 240,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", metavar="T", min=0, max=10, help="0: always the likeliest byte."),
+    ] = 0.5,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the draws.")] = 1,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="A configuration other than the demo's.")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens to decode.")] = 300,
-    scratch: Annotated[
-        Path, typer.Option("--scratch", metavar="DIR", help="Where the vault is made and kept.")
-    ] = Path(".demo"),
 ) -> None:
     config = config or segments.installed("configs/demo.toml")
-    raise typer.Exit(run_demo(config, tokens, scratch, Console()))
+    asked = Writing(os.fsencode(prompt), tokens, temperature, seed)
+    raise typer.Exit(run_demo(config, asked, Console()))
 
 
 # --- drawing ---------------------------------------------------------------------------------------------

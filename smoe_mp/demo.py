@@ -1,327 +1,182 @@
-"""The demonstration: a made-up model streamed through a ring much smaller than itself.
+"""The demonstration: a small trained model writes text, half of its experts in memory at most.
 
-    make_vault ──► start the system ──► decode through the ring ──► stop it ──► decode from the file, compare
+    start a system ──► turn 1 ──► the same with all experts in memory: equal? ──► turn 2 ──► stop the system
 
-The model is a stack of MoE layers and nothing else: the experts have Qwen3-30B-A3B's shape, there are few of
-them, and their weights are random, so that the vault is made here in seconds.  What must be real about it
-is how it asks for experts, because that decides what a cache can do:
+The model is the one that comes with smoe-mp (docs/model-card.md), run by `engine.py`; the ring has half as
+many slots as the model has experts.  Turn 1 finds a ring that is all but empty.  Turn 2 is another request:
+what it finds is what the ring kept and what the prewarm process loaded by popularity meanwhile.  The
+popularity is kept in a folder of the demo's own, so that each run begins the same.
 
-- popularity is skewed: each layer's router has a fixed bias that falls off like Zipf's law over the experts,
-  in an order of its own;
-- neighbouring tokens repeat experts: the state of a token is the last token's, changed a little, so the
-  routers see nearly the same input again.
-
-Tokens are chosen greedily by a random unembedding with a penalty on the latest tokens, so the output is a
-sequence that any wrong byte would soon change.  The reference run computes the same from the vault file
-read whole; it has to agree in every token and in every bit of the last state.  Both runs call the same
-code on arrays of the same alignment, one after the other: with two at once the BLAS library could split
-its sums differently.
+The run with all experts in memory comes after the first and not beside it: with two at once the BLAS library
+could split its sums differently.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
-import numpy as np
-import numpy.typing as npt
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from smoe_mp import config
-from smoe_mp.errors import SmoeError, VaultError
-from smoe_mp.quant import F32, dequantize, quantize_q4
-from smoe_mp.ring import attach
-from smoe_mp.sources.smoe import ArchBlock, SmoeVault, open_smoe
-from smoe_mp.vault_writer import Packed, VaultWriter
+from smoe_mp import config, models
+from smoe_mp.control.client import ControlClient
+from smoe_mp.control.commands import Status
+from smoe_mp.engine import F32, Engine, ResidentExperts
+from smoe_mp.errors import SmoeError
+from smoe_mp.ring import Ring, attach
+from smoe_mp.runtime import human_bytes
 
-__all__ = ["DEMO_SHAPE", "FileExperts", "MoeStack", "Run", "StackShape", "System", "make_vault", "run_demo"]
+__all__ = ["System", "Turn", "Writing", "config_text", "run_demo"]
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
-VAULT_NAME = "demo.smoe"
-# Part of the vault's model_type: a vault made by another recipe is not taken for this one.
-RECIPE = "smoe-mp-demo-1"
-SEED = 20240229
+PREWARM_TIMEOUT_S = 10.0
+VAULT = models.TINY / "tiny.smoe"
+PROMPT = 'class LineReader:\n    """Reads lines from'
+SECOND_PROMPT = "import unittest\n\n\nclass Test"
+#: Tokens at the beginning of a turn whose hit rate is shown beside the whole turn's.
+EARLY = 8
+REFRESH_S = 0.1
+
+
+# ------------------------------------------------------------------------------------------------- a turn
 
 
 @dataclass(frozen=True, slots=True)
-class StackShape:
-    """Sizes of the made-up model, in elements and counts."""
+class Writing:
+    """What a turn is asked for: up to `count` tokens behind `prompt`."""
 
-    hidden: int
-    width: int
-    layers: int
-    experts: int
-    top_k: int
-    vocab: int
-
-    @property
-    def tensors(self) -> dict[str, tuple[int, int]]:
-        up = (self.width, self.hidden)
-        return {"gate": up, "up": up, "down": (self.hidden, self.width)}
+    prompt: bytes
+    count: int
+    temperature: float = 0.0
+    seed: int = 0
 
 
-DEMO_SHAPE = StackShape(hidden=2048, width=768, layers=4, experts=32, top_k=2, vocab=4096)
+_DEMANDS = ("hits", "joins", "promoted", "misses")
 
 
-class ExpertTensors(Protocol):
-    """One expert that is there: its tensors "gate", "up" and "down" as new float32 arrays."""
+class _Meter:
+    """What a ring's counters changed by since it was made; without a ring nothing ever does."""
 
-    def dequantize(self, name: str, /) -> F32: ...
+    def __init__(self, ring: Ring | None) -> None:
+        self._ring = ring
+        self._before = self._now()
 
+    def _now(self) -> dict[str, int]:
+        if self._ring is None:
+            return dict.fromkeys((*_DEMANDS, "guess_hits", "wait_ns", "reads", "device_bytes"), 0)
+        stats = self._ring.stats()
+        mine = {key: stats["client"][key] for key in (*_DEMANDS, "guess_hits", "wait_ns")}
+        return mine | {key: stats[key] for key in ("reads", "device_bytes")}
 
-class ExpertBatch(Protocol):
-    """The experts that were asked for, in that order."""
-
-    def __getitem__(self, index: int, /) -> ExpertTensors: ...
-
-
-# (layer, expert ids) -> a block inside which the experts are there.
-ExpertsOf = Callable[[int, Sequence[int]], AbstractContextManager[ExpertBatch]]
-
-
-# ---------------------------------------------------------------------------------------------- the vault
-
-
-def make_vault(path: Path, progress: Callable[[int, int], None], shape: StackShape = DEMO_SHAPE) -> bool:
-    """Make the demo's vault at `path`, or keep the one that is there if it is good; True where it was kept.
-
-    `progress` is called with (experts done, experts in all).  The weights are drawn from a normal
-    distribution of variance 1 / fan-in, by a generator seeded for each expert, so that the vault is the
-    same wherever it is made.  Raises VaultError where it cannot be written.
-    """
-    experts = list(product(range(shape.layers), range(shape.experts)))
-    if _is_good(path, shape):
-        progress(len(experts), len(experts))
-        return True
-    arch = ArchBlock(
-        flags=1,
-        rope_theta=0.0,
-        num_heads=0,
-        num_kv_heads=0,
-        head_dim=0,
-        moe_top_k=shape.top_k,
-        moe_ffn_dim=shape.width,
-        dense_ffn_dim=0,
-        shared_expert_ffn_dim=0,
-        activation=0,
-        num_hidden_layers=shape.layers,
-        rms_norm_eps=0.0,
-        model_type=RECIPE,
-    )
-    # Both drawing and quantising let other threads run while they compute.
-    threads = min(os.cpu_count() or 1, 4)
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        VaultWriter(
-            path,
-            experts,
-            bits=4,
-            shapes=shape.tensors,
-            d_model=shape.hidden,
-            vocab_size=shape.vocab,
-            ffn_dim=shape.width,
-            arch=arch,
-        ) as writer,
-    ):
-        waiting: deque[Future[list[Packed]]] = deque()
-        todo = iter(experts)
-        for done, (layer, expert) in enumerate(experts):
-            # A little ahead of the writer and no more: an expert is megabytes.
-            while len(waiting) <= threads and (pair := next(todo, None)) is not None:
-                waiting.append(pool.submit(_random_expert, shape, *pair))
-            writer.add_packed(layer, expert, *waiting.popleft().result())
-            progress(done + 1, len(experts))
-    return False
+    def change(self) -> dict[str, int]:
+        return {key: value - self._before[key] for key, value in self._now().items()}
 
 
-def _is_good(path: Path, shape: StackShape) -> bool:
-    """Whether a vault of this recipe and shape is there; having the name, it was completed."""
-    try:
-        vault = open_smoe(path)
-    except VaultError:
-        return False
-    h, arch = vault.header, vault.arch
-    found = {tensor.name: tensor.shape for tensor in vault.layouts[0]}
-    return (
-        arch is not None
-        and (arch.model_type, arch.moe_top_k, h.bits) == (RECIPE, shape.top_k, 4)
-        and (h.d_model, h.vocab_size, h.total_experts) == (shape.hidden, shape.vocab, len(vault.experts))
-        and (h.num_moe_layers, h.max_experts_per_layer) == (shape.layers, shape.experts)
-        and h.total_experts == shape.layers * shape.experts
-        and all(found[name] == size for name, size in shape.tensors.items())
-    )
+def hit_rate(change: Mapping[str, int]) -> float:
+    """Of the experts demanded, how many were there; 0 where none was."""
+    return change["hits"] / max(1, sum(change[key] for key in _DEMANDS))
 
 
-def _random_expert(shape: StackShape, layer: int, expert: int) -> list[Packed]:
-    rng = np.random.default_rng((SEED, layer, expert))
-    packed: list[Packed] = []
-    for size in shape.tensors.values():
-        weights = rng.standard_normal(size, dtype=np.float32)
-        weights *= np.float32(size[1] ** -0.5)
-        packed.append(quantize_q4(weights))
-    return packed
+@dataclass(slots=True)
+class Turn:
+    """A request that was served: its text, its logits, and what the ring's counters changed by, in the whole
+    turn and in its first `EARLY` tokens (the prompt is the work of the first)."""
 
+    text: bytearray = field(default_factory=bytearray)
+    logits: list[F32] = field(default_factory=list)
+    seconds: float = 0.0
+    change: dict[str, int] = field(default_factory=dict)
+    early: dict[str, int] = field(default_factory=dict)
 
-# ------------------------------------------------------------------------------------------- the reference
+    def same_as(self, other: Turn) -> bool:
+        """Whether text and all logits are the same, to the bit."""
+        return self.text == other.text and [x.tobytes() for x in self.logits] == [
+            x.tobytes() for x in other.logits
+        ]
 
-
-class _FileExpert:
-    """One expert of a vault that is in memory as a whole."""
-
-    def __init__(self, blob: npt.NDArray[np.uint8], layout: Mapping[str, Any], bits: int) -> None:
-        self._blob = blob
-        self._layout = layout
-        self._bits = bits
-
-    def dequantize(self, name: str, /) -> F32:
-        codes, scales = self._layout[name], self._layout[f"{name}.scales"]
-        return dequantize(
-            self._blob[codes.offset : codes.offset + codes.nbytes],
-            self._blob[scales.offset : scales.offset + scales.nbytes].view(np.float16),
-            codes.shape,
-            self._bits,
+    def line(self) -> str:
+        """Tokens a second, hit rate, wait."""
+        tokens = max(1, len(self.text))
+        line = f"{len(self.text)} tokens, {tokens / max(self.seconds, 1e-9):.1f} tokens/s"
+        if not self.change.get("hits", 0) + self.change.get("misses", 0):
+            return line
+        return (
+            f"{line}, hit rate {hit_rate(self.change):.1%}, {self.change['wait_ns'] / 1e6 / tokens:.2f} ms of"
+            f" waiting a token"
         )
 
 
-class FileExperts:
-    """The reference provider: the vault file read whole, with nothing between it and the computation.
+def take_turn(engine: Engine, ring: Ring | None, asked: Writing, show: Callable[[Turn], None]) -> Turn:
+    """Have the engine write; `show` is called with the turn so far after each token."""
+    turn, meter, began = Turn(), _Meter(ring), time.perf_counter()
+    looked = -REFRESH_S
+    for token in engine.generate(asked.prompt, asked.count, asked.temperature, asked.seed):
+        turn.text.append(token.byte)
+        turn.logits.append(token.logits)
+        turn.seconds = time.perf_counter() - began
+        if len(turn.text) == EARLY:
+            turn.early = meter.change()
+        if turn.seconds - looked >= REFRESH_S:
+            turn.change, looked = meter.change(), turn.seconds
+        show(turn)
+    turn.change = meter.change()
+    turn.early = turn.early or turn.change
+    return turn
 
-    Takes as much memory as the file has bytes.  VaultError where the vault is not good.
-    """
 
-    def __init__(self, path: Path) -> None:
-        vault: SmoeVault = open_smoe(path)
-        whole = np.fromfile(path, np.uint8)
-        layouts = [{tensor.name: tensor for tensor in layout} for layout in vault.layouts]
-        self._experts = {
-            (e.layer, e.expert): _FileExpert(
-                whole[e.extents[0].offset : e.extents[0].offset + e.extents[0].length],
-                layouts[e.layout],
-                vault.header.bits,
-            )
-            for e in vault.experts
-        }
+class _Screen:
+    """Shows a turn as it is written: whole lines for good, the last one and the figures live below.  What is
+    no terminal gets the text at once, when it is finished."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
 
     @contextmanager
-    def __call__(self, layer: int, experts: Sequence[int]) -> Generator[ExpertBatch]:
-        yield [self._experts[layer, expert] for expert in experts]
+    def turn(self, prompt: bytes) -> Iterator[Callable[[Turn], None]]:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        line = Text(printable(decoder.decode(prompt)))
+        seen = 0
+        if not self._console.is_terminal:
+            turns = [Turn()]
+            yield turns.append
+            self._console.print(line + Text(printable(decoder.decode(bytes(turns[-1].text)))), soft_wrap=True)
+            return
+        with Live(console=self._console, auto_refresh=False) as live:
+
+            def show(turn: Turn) -> None:
+                nonlocal line, seen
+                line.append(printable(decoder.decode(bytes(turn.text[seen:]))), style="bold")
+                seen = len(turn.text)
+                *whole, line = line.split("\n", allow_blank=True)
+                for one in whole:
+                    live.console.print(one)
+                live.update(Group(line, Text(turn.line(), style="bold cyan")), refresh=True)
+
+            yield show
+            live.update(line, refresh=True)
 
 
-# ----------------------------------------------------------------------------------------------- the model
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a decoding gave: the tokens, the last state (hidden,) and the experts asked for in order."""
-
-    tokens: tuple[int, ...]
-    state: F32
-    routes: tuple[tuple[int, int], ...]
-
-    def same_as(self, other: Run) -> bool:
-        """Whether both runs agree in every token, every route and every bit of the last state."""
-        return (
-            self.tokens == other.tokens
-            and self.routes == other.routes
-            and self.state.tobytes() == other.state.tobytes()
-        )
-
-
-class MoeStack:
-    """A stack of MoE layers with random routers, embedding and unembedding; the experts come from outside.
-
-    All numbers are float32 and follow from `shape` and `seed`.
-    """
-
-    # Chosen so that neighbouring tokens share nearly half of their experts, as those of real models do.
-    # The routers' bias falls by SKEW x log(rank) and their other input has standard deviation 1.
-    SKEW = 0.5
-    # How far a token moves the state, whose elements have a mean square of 1.
-    EMBEDDING = 0.5
-    # Tokens that the unembedding is penalised for, so that greedy choice does not repeat itself.
-    MEMORY = 64
-
-    def __init__(self, shape: StackShape = DEMO_SHAPE, seed: int = SEED) -> None:
-        self.shape = shape
-        rng = np.random.default_rng(seed)
-        size = (shape.vocab, shape.hidden)
-        self._embedding: F32 = rng.standard_normal(size, dtype=np.float32) * np.float32(self.EMBEDDING)
-        self._unembedding: F32 = rng.standard_normal(size, dtype=np.float32)
-        self._routers: F32 = rng.standard_normal(
-            (shape.layers, shape.experts, shape.hidden), dtype=np.float32
-        ) * np.float32(shape.hidden**-0.5)
-        falling = -self.SKEW * np.log(np.arange(1, shape.experts + 1))
-        self._bias: F32 = np.stack([rng.permutation(falling) for _ in range(shape.layers)]).astype(np.float32)
-        self._start: F32 = rng.standard_normal(shape.hidden, dtype=np.float32)
-
-    def route(self, layer: int, x: F32) -> tuple[list[int], F32]:
-        """The top-k experts of `layer` for input `x` (hidden,), best first, and their weights (top_k,)."""
-        logits: F32 = self._routers[layer] @ x + self._bias[layer]
-        chosen = np.argsort(-logits, kind="stable")[: self.shape.top_k]
-        weights: F32 = np.exp(logits[chosen] - logits[chosen[0]])
-        return chosen.tolist(), weights / weights.sum()
-
-    def forward(self, x: F32, experts_of: ExpertsOf, routes: list[tuple[int, int]] | None = None) -> F32:
-        """The stack's output (hidden,) for `x` (hidden,); what it asked for is appended to `routes`."""
-        for layer in range(self.shape.layers):
-            normalised = _normalise(x)
-            chosen, weights = self.route(layer, normalised)
-            if routes is not None:
-                routes += [(layer, expert) for expert in chosen]
-            total = np.zeros_like(x)
-            with experts_of(layer, chosen) as batch:
-                for i, weight in enumerate(weights):
-                    total += weight * _swiglu(batch[i], normalised)
-            x = x + total
-        return x
-
-    def decode(
-        self, tokens: int, experts_of: ExpertsOf, progress: Callable[[int, int], None] | None = None
-    ) -> Run:
-        """Decode `tokens` tokens; `progress` is called with (tokens done, tokens in all)."""
-        state, out = _normalise(self._start), list[int]()
-        routes: list[tuple[int, int]] = []
-        for done in range(tokens):
-            state = _normalise(self.forward(state, experts_of, routes))
-            logits: F32 = self._unembedding @ state
-            logits[out[-self.MEMORY :]] = -np.inf
-            out.append(int(np.argmax(logits)))
-            state = state + self._embedding[out[-1]]
-            if progress:
-                progress(done + 1, tokens)
-        return Run(tuple(out), state, tuple(routes))
-
-
-def _normalise(x: F32) -> F32:
-    mean_square = np.float32(np.dot(x, x) / np.float32(x.size))
-    out: F32 = x / np.sqrt(mean_square + np.float32(1e-6))
-    return out
-
-
-def _swiglu(expert: ExpertTensors, x: F32) -> F32:
-    gate: F32 = expert.dequantize("gate") @ x
-    up: F32 = expert.dequantize("up") @ x
-    inner: F32 = gate / (1 + np.exp(-gate)) * up
-    out: F32 = expert.dequantize("down") @ inner
-    return out
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal; the document's end is nothing to see."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "" if c == "\0" else "\ufffd" for c in text)
 
 
 # ---------------------------------------------------------------------------------------------- the system
@@ -398,108 +253,114 @@ class System:
             )
 
 
-# ------------------------------------------------------------------------------------------------ the demo
-
-
-def run_demo(config_path: Path, tokens: int, scratch: Path, console: Console) -> int:
-    """Run the demonstration; 0 where the ring's result is the reference's, 1 where it is not.
-
-    The configuration at `config_path` is used with the demo's own vault and a ring name of this process.
-    The vault (some 320 MB) is made in the folder `scratch` and left there for the next run.  Raises
-    ConfigError, VaultError or another SmoeError where something cannot be made or started.
-    """
-    loaded = config.load(config_path)
-    scratch.mkdir(parents=True, exist_ok=True)
-    vault_path = scratch / VAULT_NAME
-    with _bar(console, "vault") as progress:
-        kept = make_vault(vault_path, progress)
-    vault = open_smoe(vault_path)
-    slots = loaded.config.ring.slots
-    console.print(
-        f"vault: {'kept' if kept else 'made'} {escape(str(vault_path))}, {vault.files[0].size / 1e6:.0f} MB,"
-        f" {len(vault.experts)} experts; ring: {slots} slots, {slots / len(vault.experts):.0%} of it"
-    )
-    name = f"demo-{os.getpid()}"
-    own_config = scratch / f"{name}.toml"
-    own_config.write_text(_own_config(loaded, name))
-    stack = MoeStack()
-    try:
-        with System([sys.executable, "-m", "smoe_mp", "up", str(own_config)], console):
-            through_ring = _decode_through_ring(stack, name, tokens, console)
-    finally:
-        own_config.unlink(missing_ok=True)
-    console.print("the system is stopped")
-    with _bar(console, "check") as progress:
-        reference = stack.decode(tokens, FileExperts(vault_path), progress)
-    if through_ring.same_as(reference):
-        console.print(
-            f"[green]identical[/green] to the vault file read whole: {tokens} tokens, last state bit for bit"
-        )
-        return 0
-    console.print(
-        f"[red]NOT identical[/red] to the vault file read whole: {_difference(through_ring, reference)}"
-    )
-    return 1
-
-
-def _own_config(loaded: config.LoadedConfig, name: str) -> str:
-    """The configuration as TOML, with this run's ring name and vault; other options as they were given."""
-    own = {"name": name, "vault.path": VAULT_NAME}
+def config_text(loaded: config.LoadedConfig, own: Mapping[str, str]) -> str:
+    """The configuration as TOML with the options of `own` in place of its own; others as they were given."""
     given = (option for option in loaded.effective() if option["origin"] != "default")
-    values = {option["key"]: option["value"] for option in given} | own
+    values = {option["key"]: option["value"] for option in given} | dict(own)
     # Dotted keys need no sections, and JSON's strings and numbers are TOML's.
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 
 
-def _decode_through_ring(stack: MoeStack, name: str, tokens: int, console: Console) -> Run:
-    with attach(name) as ring:
-        before = ring.stats()
-        start = time.perf_counter()
-        with _bar(console, "decode") as progress:
-            run = stack.decode(tokens, ring.fetch, progress)
-        seconds = time.perf_counter() - start
-        after = ring.stats()
-    _print_figures(before, after, tokens, seconds, console)
-    return run
+@contextmanager
+def _system(config_path: Path, console: Console) -> Iterator[str]:
+    """A system on the model, by the configuration at `config_path`; its ring's name."""
+    loaded, name = config.load(config_path), f"demo-{os.getpid()}"
+    with tempfile.TemporaryDirectory(prefix="smoe-demo-") as folder:
+        own = {"name": name, "vault.path": str(VAULT), "prewarm.histogram": f"{folder}/popularity.bin"}
+        path = Path(folder) / "demo.toml"
+        path.write_text(config_text(loaded, own))
+        with System([sys.executable, "-m", "smoe_mp", "up", str(path)], console):
+            yield name
 
 
-def _print_figures(
-    before: Mapping[str, Any], after: Mapping[str, Any], tokens: int, seconds: float, console: Console
-) -> None:
-    change = {
-        key: after[key] - before[key]
-        for key in ("hits", "joins", "promoted", "misses", "wanted_bytes", "device_bytes", "wait_ns")
-    }
-    asked = sum(change[key] for key in ("hits", "joins", "promoted", "misses"))
+# ------------------------------------------------------------------------------------------------ the demo
+
+
+def run_demo(config_path: Path, asked: Writing, console: Console) -> int:
+    """Run the demonstration; 0 where streamed and resident agree in every bit, 1 where they do not.
+
+    The configuration at `config_path` is used with the model that comes with smoe-mp and a ring name of this
+    process.  Raises ConfigError or another SmoeError where something cannot be read or started.
+    """
+    with _system(config_path, console) as name, attach(name, "demo") as ring:
+        engine = Engine.open(models.TINY, ring)
+        _introduce(engine, ring, console)
+        console.rule("turn 1, from the ring", align="left")
+        first = _turn(engine, ring, asked, console)
+        identical = _compare(first, asked, console)
+        _wait_for_prewarm(name)
+        second_asked = Writing(SECOND_PROMPT.encode(), asked.count, asked.temperature, asked.seed)
+        console.rule("turn 2, another request", align="left")
+        second = _turn(engine, ring, second_asked, console)
+        _print_turns(first, second, ring, console)
+    console.print("the system is stopped")
+    return 0 if identical else 1
+
+
+def _introduce(engine: Engine, ring: Ring, console: Console) -> None:
+    c, total = engine.config, engine.config.num_hidden_layers * engine.config.num_experts
     console.print(
-        f"{tokens} tokens in {seconds:.1f} s: [bold]{tokens / seconds:.1f} tokens/s[/bold]\n"
-        f"hit rate [bold]{change['hits'] / max(asked, 1):.1%}[/bold] ({change['hits']} of {asked} experts)\n"
-        f"read {change['device_bytes'] / 1e6:.0f} MB from the device for"
-        f" {change['wanted_bytes'] / 1e6:.0f} MB of experts\n"
-        f"mean wait {change['wait_ns'] / 1e6 / tokens:.2f} ms a token",
+        f"model: {c.num_hidden_layers} layers of {c.num_experts} experts, {c.num_experts_per_tok} for each"
+        f" token; a token is a byte; trained on Python's own library\n"
+        f"vault: {VAULT.name}, {human_bytes(VAULT.stat().st_size)}: small, so that it can come along; direct"
+        f" reads take it from the disk all the same\n"
+        f"ring: {ring.slots} slots of {human_bytes(ring.slot_bytes)},"
+        f" {ring.slots / total:.0%} of {total} experts",
         highlight=False,
     )
-    if modes := {mode for mode in after["files"].values() if mode != "direct"}:
+
+
+def _turn(engine: Engine, ring: Ring, asked: Writing, console: Console) -> Turn:
+    with _Screen(console).turn(asked.prompt) as show, ring.busy():
+        turn = take_turn(engine, ring, asked, show)
+    console.print(f"[bold]{turn.line()}[/bold]", highlight=False)
+    return turn
+
+
+def _compare(streamed: Turn, asked: Writing, console: Console) -> bool:
+    """Write the same with all experts in memory, and say whether it is the same."""
+    console.rule("the same, all experts in memory", align="left")
+    resident = take_turn(Engine.open(models.TINY, ResidentExperts(VAULT)), None, asked, lambda turn: None)
+    console.print(f"[bold]{resident.line()}[/bold]", highlight=False)
+    if streamed.same_as(resident):
+        numbers = sum(x.size for x in resident.logits)
         console.print(
-            f"[yellow]reads were not direct[/yellow] ({', '.join(sorted(modes))}): the scratch folder's file"
-            " system does not allow it, so bytes may have come from the page cache and the wait is not the"
-            " drive's"
+            f"[green]identical[/green]: the text, and all {numbers} logits bit for bit", highlight=False
         )
+        return True
+    pairs = zip(streamed.logits, resident.logits, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()), len(resident.logits))
+    console.print(f"[red]NOT identical[/red]: the logits differ from token {first} on", highlight=False)
+    return False
 
 
-def _difference(one: Run, other: Run) -> str:
-    for what, a, b in (("token", one.tokens, other.tokens), ("expert", one.routes, other.routes)):
-        for index, (x, y) in enumerate(zip(a, b, strict=False)):
-            if x != y:
-                return f"{what} {index} is {x}, should be {y}"
-    wrong = int((one.state.view(np.uint32) != other.state.view(np.uint32)).sum())
-    return f"{wrong} of {one.state.size} numbers of the last state"
+def _wait_for_prewarm(name: str) -> None:
+    """Let the prewarm process finish its pass, as it would between two requests."""
+    deadline = time.monotonic() + PREWARM_TIMEOUT_S
+    with ControlClient(name) as control:
+        while time.monotonic() < deadline:
+            prewarm = control.call(Status()).prewarm
+            if prewarm.state not in ("running", "resting: a client is busy"):
+                return
+            time.sleep(0.05)
 
 
-@contextmanager
-def _bar(console: Console, what: str) -> Generator[Callable[[int, int], None]]:
-    """A progress bar, as a function of (done, in all)."""
-    columns = (TextColumn(f"{what:>6}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def _print_turns(first: Turn, second: Turn, ring: Ring, console: Console) -> None:
+    stats = ring.stats()
+    console.rule("what the ring did", align="left")
+    console.print(
+        f"hit rate in the first {EARLY} tokens: {hit_rate(first.early):.1%} in turn 1,"
+        f" [bold]{hit_rate(second.early):.1%} in turn 2[/bold];"
+        f" whole turns: {hit_rate(first.change):.1%} and {hit_rate(second.change):.1%}\n"
+        f"of turn 2's {second.change['hits']} hits {second.change['guess_hits']} were the first use of what"
+        f" prewarm had loaded; the others are what the ring kept\n"
+        f"read from the device: {human_bytes(stats['device_bytes'])} in {stats['reads']} reads, of them"
+        f" {human_bytes(first.change['device_bytes'])} in turn 1 and"
+        f" {human_bytes(second.change['device_bytes'])} in turn 2",
+        highlight=False,
+    )
+    if modes := {mode for mode in stats["files"].values() if mode != "direct"}:
+        console.print(
+            f"[yellow]reads were not direct[/yellow] ({', '.join(sorted(modes))}): the vault's file system"
+            " does not allow it, so bytes may have come from the page cache and the wait is not the drive's"
+        )

@@ -21,6 +21,9 @@ from smoe_mp.runtime import is_served, socket_path
 from smoe_mp.segments import NAME_MAX
 from smoe_mp.sources import gguf_file, smoe
 
+#: The folder of the small trained model that comes along: config.json, a vault, its scout file.
+TINY = Path(__file__).parent / "tiny"
+
 MODEL_SUFFIXES = (".gguf", ".json", ".safetensors", ".smoe")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -42,6 +42,8 @@ from smoe_mp.sources.dtypes import BITS, NUMPY
 
 _HOLD, _HOLDS = ffi.typeof("smoe_hold *"), ffi.typeof("smoe_hold[]")  # parsed once, not at each call
 _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
+#: Ranks behind the top-k that a trace has of a router.
+TRACED_RANKS = 8
 _REGISTERED = ("hits", "joins", "promoted", "misses")
 
 
@@ -371,6 +373,7 @@ class Ring:
         self.top_k = int(info.top_k)
         self.speculation_ranks = int(info.speculation_ranks)
         self._grid = (int(info.grid_layers), int(info.grid_experts))
+        self._tracing = lib.smoe_tracing(handle.ptr)
 
     def __repr__(self) -> str:
         return f"<smoe_mp.Ring {self._name!r} {'closed' if self._handle is None else f'{self.slots} slots'}>"
@@ -520,12 +523,20 @@ class Ring:
             raise IdError(f"ring {self._name}: top_k is {k}, but only {len(ids)} experts are ranked")
         batch = self.acquire(layer, ids[:k], timeout)
         try:
+            if self._tracing[0]:
+                self._trace_ranks(layer, ids[k : k + TRACED_RANKS])
             if guesses := ids[k : k + self.speculation_ranks]:
                 self.speculate(layer, guesses)
         except BaseException:
             batch.release()
             raise
         return batch.wait(timeout)
+
+    def _trace_ranks(self, layer: int, ids: list[int]) -> None:
+        handle, error = self._open(), new_error()
+        code = lib.smoe_trace_ranks(handle.ptr, self._one_id(layer, "layer"), ids, len(ids), error)
+        if code < 0:
+            self._fail(code, error, handle, layer, ids)
 
     def as_ready(
         self, layer: int, experts: Iterable[int], timeout: float | None = None

@@ -51,7 +51,7 @@ NAME_MAX = 22
 
 MODES = ("unknown", "direct", "buffered", "bounce", "memory")
 STATES = ("creating", "live", "stopping", "gone", "stale")
-ROLES = ("client", "worker", "supervisor", "prewarm")
+ROLES = ("client", "worker", "supervisor", "prewarm", "observer", "trace")
 CENSUS = ("empty", "queued", "reading", "ready", "consumed", "failed", "held", "guesses", "reserved")
 PREWARM_WORDS = {
     "pause": lib.SMOE_PREWARM_PAUSE,
@@ -431,7 +431,7 @@ def counters(ring: Any, participant: int) -> dict[str, int]:
 
 
 def participants(ring: Any) -> list[dict[str, Any]]:
-    room = 162
+    room = 163
     infos = ffi.new("smoe_participant_info[]", room)
     n = lib.smoe_participants(ring, infos, room)
     now = lib.smoe_now_ns()

@@ -48,7 +48,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_is_abi3_and_holds_module_worker_and_configs(wheel: Path) -> None:
     assert "-cp311-abi3-" in wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
-    for name in ("_smoe.abi3.so", "smoe-worker", "py.typed", "configs/demo.toml", "configs/reference.toml"):
+    for name in (
+        "_smoe.abi3.so",
+        "smoe-worker",
+        "py.typed",
+        "configs/demo.toml",
+        "configs/reference.toml",
+        "tiny/tiny.smoe",
+        "tiny/tiny.scout.safetensors",
+        "tiny/config.json",
+        "tiny/NOTICE",
+    ):
         assert f"smoe_mp/{name}" in names
     assert not [n for n in names if n.startswith(("tests/", "csrc/"))]
 
@@ -67,8 +77,6 @@ def test_an_installed_wheel_streams(wheel: Path, tmp_path: Path) -> None:
         "demo",
         "--tokens",
         3,
-        "--scratch",
-        tmp_path / "scratch",
         env=env,
         cwd=tmp_path,
     )

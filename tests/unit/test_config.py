@@ -186,9 +186,9 @@ def test_shipped_configurations_load() -> None:
     demo, chat = (config.load(CONFIGS / f"{name}.toml").config for name in ("demo", "chat"))
     assert (demo.name, demo.vault.path, demo.ring.slots, demo.workers.count) == (
         "smoe-demo",
-        "demo.smoe",
-        48,
-        8,
+        "tiny.smoe",
+        256,
+        4,
     )
     assert chat.workers.count == 4
 
