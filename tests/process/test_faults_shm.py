@@ -327,7 +327,7 @@ MAGIC = r"magic is 0x4e494854454d4f53, this build's is 0x474e4952454f4d53:"
 DAMAGE: list[tuple[int, bytes, type[Exception], str]] = [
     (0, b"SOMETHIN", errors.SegmentError, OTHER_BUILD + MAGIC),
     (0, bytes(8), errors.SegmentError, "not finished"),
-    (8, struct.pack("<I", 77), errors.SegmentError, OTHER_BUILD + r"ABI is 0x4d, this build's is 0x1:"),
+    (8, struct.pack("<I", 77), errors.SegmentError, OTHER_BUILD + r"ABI is 0x4d, this build's is 0x3:"),
     (32, struct.pack("<I", 0), errors.SegmentError, "not finished"),
     (32, struct.pack("<I", 2), errors.RingStopping, "being stopped"),
     (32, struct.pack("<I", 3), errors.RingReplaced, "removed or replaced"),
