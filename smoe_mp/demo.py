@@ -152,7 +152,7 @@ class _Screen:
     @contextmanager
     def turn(self, prompt: bytes) -> Iterator[Callable[[Turn], None]]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        line = Text(printable(decoder.decode(prompt)))
+        line = Text.assemble((printable(decoder.decode(prompt)), "dim"))
         seen = 0
         if not self._console.is_terminal:
             turns = [Turn()]
@@ -163,7 +163,7 @@ class _Screen:
 
             def show(turn: Turn) -> None:
                 nonlocal line, seen
-                line.append(printable(decoder.decode(bytes(turn.text[seen:]))), style="bold")
+                line.append(printable(decoder.decode(bytes(turn.text[seen:]))))
                 seen = len(turn.text)
                 *whole, line = line.split("\n", allow_blank=True)
                 for one in whole:

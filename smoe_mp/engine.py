@@ -258,6 +258,8 @@ class Engine:
         tokens = [*([] if cache.length else [0]), *prompt]
         if not tokens:
             raise SmoeError("nothing to begin with: an empty prompt behind a text")
+        if not temperature >= 0:
+            raise SmoeError(f"temperature {temperature}: wanted is 0 or more")
         for _ in range(count):
             logits = self.forward(tokens, cache)[-1]
             tokens = [_choose(logits, temperature, draw)]

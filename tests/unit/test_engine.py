@@ -157,6 +157,12 @@ def test_an_empty_prompt_behind_a_text_is_refused(engine: Engine) -> None:
         next(iter(engine.generate(b"", 1, cache=cache)))
 
 
+def test_a_temperature_that_is_none_is_refused(engine: Engine) -> None:
+    for temperature in (-1.0, float("nan")):
+        with pytest.raises(SmoeError, match="temperature"):
+            next(engine.generate(b"a", 1, temperature))
+
+
 # --- refusals --------------------------------------------------------------------------------------------
 
 
