@@ -22,6 +22,7 @@ import numpy as np
 from smoe_mp.errors import VaultError
 from smoe_mp.partial import PartialFile
 from smoe_mp.quant import F16, F32, GROUP_WEIGHTS, U8, packed_sizes, quantize_q2, quantize_q4
+from smoe_mp.sources.checks import MAX_EXPERTS, MAX_GRID_CELLS
 from smoe_mp.sources.smoe import (
     ALIGNMENT,
     ARCH_ALIGNMENT,
@@ -31,8 +32,6 @@ from smoe_mp.sources.smoe import (
     ENTRY_DTYPE,
     HEADER_DTYPE,
     MAGIC,
-    MAX_EXPERTS,
-    MAX_GRID_CELLS,
     TENSOR_NAMES,
     ArchBlock,
 )

@@ -372,7 +372,8 @@ def _client(name: str) -> None:
                     _say(True)
                 case "take_and_give_back":  # by turns with the others
                     with ring.fetch(**order) as batch:
-                        _say([checksum(x) for x in batch])
+                        answer = [checksum(x) for x in batch]
+                    _say(answer)  # given back before the answer is there: the others look at the ring then
                 case "as_ready":
                     _say(sorted([x.expert, checksum(x)] for x in ring.as_ready(**order)))
         except SmoeError as e:

@@ -10,12 +10,11 @@ manifest     files of one's own
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 from smoe_mp.errors import VaultError
 from smoe_mp.sources.base import Source
+from smoe_mp.sources.gguf import open_gguf
 from smoe_mp.sources.manifest import MANIFEST_NAME, open_manifest
 from smoe_mp.sources.safetensors import open_safetensors
 from smoe_mp.sources.smoe3 import open_vault
@@ -37,7 +36,7 @@ def open_source(path: str | Path) -> Source:
     if _is_folder(path):
         return _open_folder(path)
     if path.suffix == ".gguf":
-        return _open_gguf(path)
+        return open_gguf(path)
     if path.suffix == ".safetensors" or path.name == "config.json" or path.name.endswith(".index.json"):
         return open_safetensors(path)
     if path.suffix == ".json":
@@ -62,16 +61,10 @@ def _open_folder(path: Path) -> Source:
     if weights:
         return open_safetensors(path)
     if ggufs:
-        return _open_gguf(path / ggufs[0] if len(ggufs) == 1 else path)
+        return open_gguf(path / ggufs[0] if len(ggufs) == 1 else path)
     if MANIFEST_NAME in names:
         return open_manifest(path / MANIFEST_NAME)
     raise VaultError(
         f"{path}: a folder with no .safetensors, no .gguf and no {MANIFEST_NAME} in it (folders below it are"
         " not searched); name a vault by its own path"
     )
-
-
-def _open_gguf(path: Path) -> Source:
-    gguf: Any = importlib.import_module("smoe_mp.sources.gguf")
-    source: Source = gguf.open_gguf(path)
-    return source

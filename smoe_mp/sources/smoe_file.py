@@ -31,15 +31,11 @@ import numpy.typing as npt
 
 from smoe_mp.errors import VaultError
 from smoe_mp.sources.base import SourceFile
+from smoe_mp.sources.checks import MAX_EXPERTS, MAX_GRID_CELLS
 from smoe_mp.sources.files import LFS_POINTER
 
 MAGIC = bytes.fromhex("534d4f45deea0001")
 ALIGNMENT = 16384
-
-# The slot word of the ring has 21 bits for the expert index, and all of them set means none.
-MAX_EXPERTS = 2_097_151
-# The ring finds an expert by layer and id in a dense table; this bounds that table.
-MAX_GRID_CELLS = 1 << 24
 # Between the tables and the data there is nothing but zeros up to the next multiple of 16384.  More than
 # that may be somebody's reserve, but not without bound: the digest covers it.
 MAX_HEADER_SLACK_BYTES = 64 << 20
