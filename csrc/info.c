@@ -232,6 +232,15 @@ int smoe_histogram_add(smoe_ring *r, uint32_t expert_index, uint32_t n) {
     return 0;
 }
 
+int smoe_histogram_set(smoe_ring *r, uint32_t expert_index, uint32_t n) {
+    if (!mine(r))
+        return SMOE_EFORKED;
+    if (expert_index >= r->n_experts)
+        return SMOE_EID;
+    atomic_store_explicit(&r->histogram[expert_index], n, memory_order_relaxed);
+    return 0;
+}
+
 uint32_t smoe_queue_length(const smoe_ring *r, int speculative) {
     return !mine(r) ? 0 : queue_length(speculative ? speculative_queue(r) : demand_queue(r));
 }

@@ -219,9 +219,10 @@ uint64_t smoe_now_ns(void);
 int smoe_busy(smoe_ring *ring, int on);
 uint32_t smoe_busy_clients(const smoe_ring *ring); /* bit i: client i */
 
-/* Popularity, by expert index: read n counts, or add to one (both saturate at 2^32 - 1). */
+/* Popularity, by expert index: read n counts, add to one (saturates at 2^32 - 1), or set one. */
 int smoe_histogram_read(const smoe_ring *ring, uint32_t *counts, uint32_t n);
 int smoe_histogram_add(smoe_ring *ring, uint32_t expert_index, uint32_t n);
+int smoe_histogram_set(smoe_ring *ring, uint32_t expert_index, uint32_t n);
 
 /* Words between the prewarm process and those who steer it. */
 enum {

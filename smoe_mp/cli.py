@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from smoe_mp import control_cli, models, segments, vault_cli
 from smoe_mp import inspect as inspecting
-from smoe_mp import models, segments, vault_cli
 from smoe_mp.bench.cli import app as bench_app
 from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
-from smoe_mp.control.client import ControlClient, no_ring
+from smoe_mp.control.client import ControlClient, check_served
 from smoe_mp.control.commands import (
     FileStatus,
     Ping,
@@ -47,11 +47,11 @@ from smoe_mp.control.commands import (
 )
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import PROMPT, Writing, run_demo
-from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
+from smoe_mp.errors import ConfigError, NoAnswer, SmoeError
 from smoe_mp.fit import fit, slots_in
 from smoe_mp.process import ExitWatch
 from smoe_mp.run import Sampling, speak
-from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_path, version
+from smoe_mp.runtime import human_bytes, make_runtime_folder, socket_path, version
 from smoe_mp.sizing import Sizing
 from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
@@ -178,7 +178,7 @@ def _line_printer() -> Callable[[str], None]:
 
 @app.command(help=help_text(Status))
 def status(name: Name, as_json: AsJson = False) -> None:
-    _check_served(name)
+    check_served(name)
     with ControlClient(name) as control:
         result = control.call(Status())
     if as_json:
@@ -198,7 +198,7 @@ def down(
     ] = 60.0,
 ) -> None:
     deadline = time.monotonic() + timeout
-    _check_served(name)
+    check_served(name)
     with ControlClient(name, timeout_ms=min(int(timeout * 1000), 5000)) as control:
         watch = _watch(control.call(Ping()).pid)
         done = control.call(Stop(keep_ring=keep_ring))
@@ -226,17 +226,11 @@ def _stopped(done: StopResult) -> str:
     return f"{done.name}: stopped after {_duration(done.uptime_s)}; {rate}, {read} read"
 
 
-def _check_served(name: str) -> None:
-    segments.check_name(name)
-    if not is_served(socket_path(name)):
-        raise NoSuchRing(no_ring(name))
-
-
 @app.command(help=help_text(Workers))
 def workers(
     name: Name, count: Annotated[int, typer.Argument(metavar="COUNT", min=1, max=127, help="How many.")]
 ) -> None:
-    _check_served(name)
+    check_served(name)
     with ControlClient(name) as control:
         result = control.call(Workers(count=count))
     print(f"{name}: {result.before} workers before, {result.count} from now on")
@@ -257,7 +251,7 @@ def prewarm(
         int | None, typer.Option("--ms", metavar="N", min=0, help="For trickle: milliseconds between reads.")
     ] = None,
 ) -> None:
-    _check_served(name)
+    check_served(name)
     with ControlClient(name) as control:
         result = control.call(Prewarm(action=action.value, trickle_ms=ms))
     print(f"{name}: prewarm is {result.state}, {result.done} of {result.goal} experts")
@@ -490,6 +484,7 @@ def run(
 
 app.command("pack", help=vault_cli.PACK_HELP)(vault_cli.pack)
 app.command("verify", help=vault_cli.VERIFY_HELP)(vault_cli.verify)
+control_cli.add_to(app)
 app.add_typer(bench_app, name="bench")
 app.add_typer(trace_app, name="trace")
 

@@ -161,7 +161,7 @@ class Prewarmer:
                 print(f"warning: {e}", file=sys.stderr, flush=True)
 
 
-def _watch(fd: int) -> None:
+def watch(fd: int) -> None:
     """End with the supervisor: its end of the pipe closes when it dies."""
     with contextlib.suppress(OSError):
         os.read(fd, 1)
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     if args.watch_fd >= 0:
-        threading.Thread(target=_watch, args=(args.watch_fd,), daemon=True).start()
+        threading.Thread(target=watch, args=(args.watch_fd,), daemon=True).start()
     try:
         warmer = Prewarmer(args.name, args.creation, args.histogram, args.fingerprint)
     except SmoeError as e:

@@ -44,6 +44,7 @@ _HOLD, _HOLDS = ffi.typeof("smoe_hold *"), ffi.typeof("smoe_hold[]")  # parsed o
 _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 #: Ranks behind the top-k that a trace has of a router.
 TRACED_RANKS = 8
+_UNDER_WAY = (CENSUS.index("queued"), CENSUS.index("reading"))
 _REGISTERED = ("hits", "joins", "promoted", "misses")
 
 
@@ -330,6 +331,15 @@ class Batch(Sequence[Expert]):
     def hits(self) -> int:
         """How many were resident when asked for."""
         return sum(bool(h.hit) for h in self._holds)
+
+    @property
+    def landed(self) -> bool:
+        """Whether no read of it is under way any more, so that `wait` returns or raises at once."""
+        ptr = self._handle.ptr
+        return not any(
+            h.status == lib.SMOE_HOLD_LOADING and lib.smoe_slot_word(ptr, h.slot) & 7 in _UNDER_WAY
+            for h in self._holds
+        )
 
     def wait(self, timeout: float | None = None) -> Self:
         """Wait until all are resident.  `timeout`: seconds, None for the ring's read deadline.

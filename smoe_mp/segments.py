@@ -390,6 +390,11 @@ class Segments:
         for index in np.flatnonzero(counts):
             lib.smoe_histogram_add(self.ring, int(index), int(counts[index]))
 
+    def set_counts(self, counts: npt.NDArray[np.uint32]) -> None:
+        """Set each expert's count, by expert index."""
+        for index, count in enumerate(counts.tolist()):
+            lib.smoe_histogram_set(self.ring, index, count)
+
     def named(self) -> bool:
         """Whether the ring's name still leads to it: somebody may have deleted the segment."""
         return _leads_to(segment_names(self.name)[0], self._inodes[0])

@@ -6,6 +6,9 @@ new class in `COMMANDS`, and nothing else.
 
 `run` works on a `System`: what the supervisor says of itself, as plain data, which becomes a typed result
 here.  So the supervisor knows nothing of the control plane, and a test can do without a supervisor.
+
+Nothing in the supervisor waits.  What takes time (a demand, a drain) answers with a `Later`, which the server
+asks again at its turns until it has a result or the asker's deadline has passed.
 """
 
 from __future__ import annotations
@@ -20,6 +23,21 @@ from smoe_mp.control.protocol import DEADLINE_MS_MAX
 from smoe_mp.errors import ConfigError
 
 R = TypeVar("R", bound=Struct)
+
+
+#: Layer and expert, as the model numbers them.
+Pair = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Annotated[int, Meta(ge=0, lt=1 << 31)]]
+Pairs = Annotated[list[Pair], Meta(min_length=1, max_length=65_535)]
+
+
+class Later(Protocol):
+    """A command under way."""
+
+    def poll(self) -> dict[str, Any] | None:
+        """The result's fields, or None: not yet.  Raises SmoeError when it has failed."""
+
+    def cancel(self) -> None:
+        """Nobody waits any more: give up what is held for it."""
 
 
 class System(Protocol):
@@ -39,6 +57,24 @@ class System(Protocol):
 
     def prewarm(self, action: str, trickle_ms: int | None = None) -> dict[str, Any]:
         """Steer the prewarm process; the fields of `PrewarmStatus`."""
+
+    def demand(self, pairs: list[Pair]) -> Later:
+        """Have experts read; the fields of `DemandResult`."""
+
+    def speculate(self, pairs: list[Pair]) -> dict[str, Any]:
+        """Guess experts; the fields of `SpeculateResult`."""
+
+    def busy(self, lease_ms: int) -> dict[str, Any]:
+        """A request begins, or (0) ends; the fields of `BusyResult`."""
+
+    def histogram(self, action: str, path: str, first: int, most: int) -> dict[str, Any]:
+        """Look at the popularity or change it; the fields of `HistogramResult`."""
+
+    def verify(self, action: str) -> dict[str, Any]:
+        """Check the model's files in the background; the fields of `VerifyStatus`."""
+
+    def drain(self, resume: bool) -> Later:
+        """Serve no more demand, or again; the fields of `DrainResult`."""
 
 
 # --- results -------------------------------------------------------------------------------------------
@@ -126,6 +162,89 @@ class WorkersResult(Struct, frozen=True):
     count: int
 
 
+class DemandFailure(Struct, frozen=True):
+    """An expert that could not be read, and why."""
+
+    layer: int
+    expert: int
+    error: str
+    message: str
+
+
+class DemandResult(Struct, frozen=True):
+    """`resident`: experts that are in the ring now, `hits` of them were before; `took_ms`: from the request's
+    arrival to its answer."""
+
+    resident: int
+    hits: int
+    failed: list[DemandFailure]
+    took_ms: float
+
+
+class SpeculateResult(Struct, frozen=True):
+    """How many guesses were queued; others are in the ring already, or found no idle slot."""
+
+    queued: int
+
+
+class BusyResult(Struct, frozen=True):
+    """Clients that are busy now, and how long the control plane's own flag stays up, milliseconds."""
+
+    busy_clients: list[int]
+    lease_ms: int
+
+
+class ExpertCount(Struct, frozen=True, array_like=True):
+    """`[layer, expert, count]`."""
+
+    layer: int
+    expert: int
+    count: int
+
+
+class HistogramResult(Struct, frozen=True):
+    """The popularity: `experts` of the model, `counted` of them demanded at least once, `total` counts in
+    all, the file that it is kept in, the `fingerprint` of the model, and the experts asked for, most popular
+    first."""
+
+    experts: int
+    counted: int
+    total: int
+    path: str
+    fingerprint: str
+    most_popular: list[ExpertCount]
+
+
+class BadExpertStatus(Struct, frozen=True):
+    """A fault of an expert: `offset` and `length` in bytes of the file `path`."""
+
+    layer: int
+    expert: int
+    path: str
+    offset: int
+    length: int
+    fault: str
+
+
+class VerifyStatus(Struct, frozen=True):
+    """What a check of the files does: `state` is never, running, done, stopped or failed (`error` says why);
+    `done` of `goal` experts, `checked` of them against a checksum, and the bad ones."""
+
+    state: str = "never"
+    done: int = 0
+    goal: int = 0
+    checked: int = 0
+    bad: list[BadExpertStatus] = []
+    error: str = ""
+
+
+class DrainResult(Struct, frozen=True):
+    """The system's state from now on, and how many reads were still finished."""
+
+    state: str
+    reads: int
+
+
 class ConfigValue(Struct, frozen=True):
     """An effective value and where it came from: "default", "file" or a flag."""
 
@@ -154,6 +273,7 @@ class StatusResult(Struct, frozen=True, kw_only=True):
     config: list[ConfigValue]
     warnings: list[str]
     control: dict[str, int] = {}
+    verify: VerifyStatus = VerifyStatus()
 
 
 class StopResult(Struct, frozen=True):
@@ -180,8 +300,8 @@ class Command(Struct, Generic[R], tag_field="command", forbid_unknown_fields=Tru
     cli: ClassVar[str] = ""  # "": no form on the command line
     example: ClassVar[str] = ""
 
-    def run(self, system: System, control: dict[str, int]) -> R:
-        """Do it; `control` are the control plane's own counters.  Raises SmoeError."""
+    def run(self, system: System, control: dict[str, int]) -> R | Later:
+        """Do it, or begin to; `control` are the control plane's own counters.  Raises SmoeError."""
         raise NotImplementedError
 
 
@@ -248,13 +368,122 @@ class Prewarm(Command[PrewarmStatus], tag="prewarm", frozen=True, kw_only=True):
         return msgspec.convert(system.prewarm(self.action, self.trickle_ms), PrewarmStatus)
 
 
-AnyCommand = Ping | Status | Stop | Workers | Prewarm
+class Demand(Command[DemandResult], tag="demand", frozen=True, kw_only=True):
+    """Have experts read, and answer when each is in the ring or has failed.  No hold is kept: an expert may
+    be evicted by what others demand.  A list may be longer than the ring."""
+
+    experts: Pairs
+
+    result = DemandResult
+    cli = "demand NAME LAYER:EXPERT[-EXPERT]..."
+    example = "smoe-mp demand smoe-demo 0:3 1:0-7"
+
+    def run(self, system: System, control: dict[str, int]) -> Later:
+        return system.demand(self.experts)
+
+
+class Speculate(Command[SpeculateResult], tag="speculate", frozen=True, kw_only=True):
+    """Guess experts: they are read when no demand is waiting.  Answers at once."""
+
+    experts: Pairs
+
+    result = SpeculateResult
+    cli = "speculate NAME LAYER:EXPERT[-EXPERT]..."
+    example = "smoe-mp speculate smoe-demo 2:0-15"
+
+    def run(self, system: System, control: dict[str, int]) -> SpeculateResult:
+        return msgspec.convert(system.speculate(self.experts), SpeculateResult)
+
+
+class Busy(Command[BusyResult], tag="busy", frozen=True, kw_only=True):
+    """A request begins: the prewarm process rests until `idle`, or until the lease ends (an asker that dies
+    must not stop prewarming for good).  Again: the lease begins anew."""
+
+    lease_ms: Annotated[int, Meta(ge=1, le=DEADLINE_MS_MAX)] = 60_000
+
+    result = BusyResult
+    cli = "busy NAME [--lease S]"
+    example = "smoe-mp busy smoe-demo --lease 300"
+
+    def run(self, system: System, control: dict[str, int]) -> BusyResult:
+        return msgspec.convert(system.busy(self.lease_ms), BusyResult)
+
+
+class Idle(Command[BusyResult], tag="idle", frozen=True, kw_only=True):
+    """The request that `busy` announced is over."""
+
+    result = BusyResult
+    cli = "idle NAME"
+    example = "smoe-mp idle smoe-demo"
+
+    def run(self, system: System, control: dict[str, int]) -> BusyResult:
+        return msgspec.convert(system.busy(0), BusyResult)
+
+
+class Histogram(Command[HistogramResult], tag="histogram", frozen=True, kw_only=True):
+    """Look at the experts' popularity (`get`: `most` experts from place `first` on), `save` it to its file
+    now, `import` the counts of another file of this model in place of its own, or `reset` it to none."""
+
+    action: Literal["get", "save", "import", "reset"] = "get"
+    path: Annotated[str, Meta(max_length=4096)] = ""
+    first: Annotated[int, Meta(ge=0)] = 0
+    most: Annotated[int, Meta(ge=0, le=20_000)] = 20
+
+    result = HistogramResult
+    cli = "histogram show|export|import|reset|save NAME [FILE]"
+    example = "smoe-mp histogram show smoe-demo"
+
+    def run(self, system: System, control: dict[str, int]) -> HistogramResult:
+        if (self.action == "import") != bool(self.path):
+            raise ConfigError("histogram: import takes a path, the other actions do not")
+        done = system.histogram(self.action, self.path, self.first, self.most)
+        return msgspec.convert(done, HistogramResult)
+
+
+class Verify(Command[VerifyStatus], tag="verify", frozen=True, kw_only=True):
+    """Check every expert of the model's files while the system serves: one read at a time, none while a
+    client is busy or a demand waits.  `start` begins anew, `stop` ends it, `status` says how far it is."""
+
+    action: Literal["start", "stop", "status"] = "status"
+
+    result = VerifyStatus
+    cli = "verify --ring NAME"
+    example = "smoe-mp verify --ring smoe-demo"
+
+    def run(self, system: System, control: dict[str, int]) -> VerifyStatus:
+        return msgspec.convert(system.verify(self.action), VerifyStatus)
+
+
+class Drain(Command[DrainResult], tag="drain", frozen=True, kw_only=True):
+    """Refuse new demand, finish the reads that are under way, and keep the ring; answers when that is done.
+    `resume`: serve again."""
+
+    resume: bool = False
+
+    result = DrainResult
+    cli = "drain NAME [--resume]"
+    example = "smoe-mp drain smoe-demo"
+
+    def run(self, system: System, control: dict[str, int]) -> Later:
+        return system.drain(self.resume)
+
+
+AnyCommand = (
+    Ping | Status | Stop | Workers | Prewarm | Demand | Speculate | Busy | Idle | Histogram | Verify | Drain
+)
 COMMANDS: dict[str, type[AnyCommand]] = {
     "ping": Ping,
     "status": Status,
-    "stop": Stop,
-    "workers": Workers,
+    "demand": Demand,
+    "speculate": Speculate,
+    "busy": Busy,
+    "idle": Idle,
     "prewarm": Prewarm,
+    "workers": Workers,
+    "histogram": Histogram,
+    "verify": Verify,
+    "drain": Drain,
+    "stop": Stop,
 }
 
 
