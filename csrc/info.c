@@ -182,6 +182,17 @@ int smoe_census(const smoe_ring *r, uint32_t *out) {
     return 0;
 }
 
+int smoe_slot_states(const smoe_ring *r, uint8_t *out, uint32_t n) {
+    if (!mine(r))
+        return SMOE_EFORKED;
+    for (uint32_t s = 0; s < r->n_slots && s < n; s++) {
+        uint64_t w = slot_word(r, s);
+        out[s] =
+            (uint8_t)(WORD_STATE(w) | (WORD_HOLDERS(w) ? SMOE_SHOWN_HELD : 0) | (word_guess(w) ? SMOE_SHOWN_GUESS : 0));
+    }
+    return 0;
+}
+
 int smoe_ring_state(const smoe_ring *r) {
     if (!mine(r))
         return SMOE_EFORKED;

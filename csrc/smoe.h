@@ -197,6 +197,9 @@ const char *smoe_counter_name(uint32_t counter); /* NULL past the last */
 /* Slots by state (6 values), held slots, guesses loading, reserved: out[9]. */
 int smoe_census(const smoe_ring *ring, uint32_t *out);
 int smoe_ring_state(const smoe_ring *ring);
+/* One byte a slot, n at most: its state, + 8 while somebody holds it, + 16 while a guess of it loads. */
+enum { SMOE_SHOWN_HELD = 8, SMOE_SHOWN_GUESS = 16 };
+int smoe_slot_states(const smoe_ring *ring, uint8_t *out, uint32_t n);
 /* The slot word: for tests and status. */
 uint64_t smoe_slot_word(const smoe_ring *ring, uint32_t slot);
 uint64_t smoe_slot_tick(const smoe_ring *ring, uint32_t slot);

@@ -51,7 +51,7 @@ from smoe_mp.errors import ConfigError, NoAnswer, SmoeError
 from smoe_mp.fit import fit, slots_in
 from smoe_mp.process import ExitWatch
 from smoe_mp.run import Sampling, speak
-from smoe_mp.runtime import human_bytes, make_runtime_folder, socket_path, version
+from smoe_mp.runtime import human_bytes, human_duration, make_runtime_folder, socket_path, version
 from smoe_mp.sizing import Sizing
 from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
@@ -223,7 +223,7 @@ def _watch(pid: int) -> ExitWatch:
 def _stopped(done: StopResult) -> str:
     rate = "no demand" if done.hit_rate is None else f"hit rate {done.hit_rate:.1%}"
     read = human_bytes(done.counters.get("device_bytes", 0))
-    return f"{done.name}: stopped after {_duration(done.uptime_s)}; {rate}, {read} read"
+    return f"{done.name}: stopped after {human_duration(done.uptime_s)}; {rate}, {read} read"
 
 
 @app.command(help=help_text(Workers))
@@ -534,7 +534,7 @@ def _facts(result: StatusResult) -> Table:
     vault, ring = result.vault, result.ring
     size = f"{human_bytes(ring.slot_bytes)} = {human_bytes(ring.data_bytes)}"
     rows = [
-        ("system", f"{result.name}: {result.state} for {_duration(result.uptime_s)}"),
+        ("system", f"{result.name}: {result.state} for {human_duration(result.uptime_s)}"),
         ("process", f"pid {result.pid}, smoe-mp {result.version}"),
         ("vault", f"{vault.path}: {vault.format}, {vault.experts} experts, {human_bytes(vault.bytes)}"),
         ("checksums", _checksum_line(vault)),
@@ -594,7 +594,7 @@ def _workers(result: StatusResult) -> Table:
     for worker in result.workers:
         busy = "idle" if worker.slot is None else f"reads into slot {worker.slot}"
         if worker.stuck:
-            busy = f"STUCK: {busy} for {_duration(worker.reading_s or 0)}"
+            busy = f"STUCK: {busy} for {human_duration(worker.reading_s or 0)}"
         table.add_row(str(worker.id), str(worker.pid), busy if worker.alive else "dead")
     return table
 
@@ -619,11 +619,3 @@ def _settings(result: StatusResult) -> Table:
     for setting in result.config:
         table.add_row(setting.key, escape(str(setting.value)), setting.origin)
     return table
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s"
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"

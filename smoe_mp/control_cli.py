@@ -38,6 +38,7 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.events import EVENTS, Event, EventStream
 from smoe_mp.control.protocol import DEADLINE_MS_MAX
 from smoe_mp.errors import ConfigError, Refused
+from smoe_mp.top import run_top
 
 PAGE = 20_000  # experts that one answer tells of
 
@@ -307,6 +308,26 @@ def _one_line(event: Event) -> str:
     return f"{clock}  {event.event:8}  {words}"
 
 
+TOP_HELP = """Watch a running system: the ring as a map, rates, hits, workers, prewarm, clients.
+
+Keys: p pauses and resumes prewarm, + and - change the number of workers, q ends it.
+
+Example: smoe-mp top smoe-demo"""
+
+
+def top(
+    name: Name,
+    *,
+    every: Annotated[
+        float, typer.Option("--every", metavar="S", min=0.1, max=60, help="Seconds between two looks.")
+    ] = 1.0,
+    frames: Annotated[
+        int, typer.Option("--frames", metavar="N", min=0, help="Print N frames one below the other, and end.")
+    ] = 0,
+) -> None:
+    run_top(name, every, frames)
+
+
 def add_to(app: typer.Typer) -> None:
     """Put the commands of this module into the command line."""
     app.command(help=help_text(Demand))(demand)
@@ -315,4 +336,5 @@ def add_to(app: typer.Typer) -> None:
     app.command(help=help_text(Idle))(idle)
     app.command(help=help_text(Drain))(drain)
     app.command(help=EVENTS_HELP)(events)
+    app.command(help=TOP_HELP)(top)
     app.add_typer(histogram_app, name="histogram")

@@ -5,7 +5,8 @@ The folder is the lock on the door: 0700 and ours, or it is refused.  It is the 
 so that a client finds the socket with no more than the ring's name.  A socket's file name is a short hash
 of the ring's name, since a socket's path may have at most 107 bytes (103 on macOS).
 
-Beside it, two trifles that the supervisor and the command line share: the version, and sizes for people.
+Beside it, trifles that the supervisor and the command line share: the version, and sizes and times for
+people.
 """
 
 from __future__ import annotations
@@ -110,3 +111,12 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if count == int(count) else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def human_duration(seconds: float) -> str:
+    """A time for people: "3.2 s", "5 min 20 s", "2 h 7 min"."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
