@@ -11,6 +11,7 @@ people.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import socket
@@ -24,6 +25,7 @@ from smoe_mp.errors import ConfigError
 SOCKET_PATH_MAX = 103 if sys.platform == "darwin" else 107  # bytes in sockaddr_un.sun_path, less the NUL
 
 
+@functools.cache
 def version() -> str:
     """The version of the installed package, "unknown" where it is not installed."""
     try:

@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|open|formats|dequant`."""
+"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from smoe_mp.bench import Progress, Report, dequant, formats, hit, idle, io, miss
+from smoe_mp.bench import Progress, Report, control, dequant, formats, hit, idle, io, miss
 from smoe_mp.bench import open as opening
 from smoe_mp.errors import ConfigError
 
@@ -67,6 +67,15 @@ def bench_miss(
     between = _numbers("--hits", hits, 0, 10**6) or miss.HITS
     with _bar() as progress:
         report = miss.run(progress, quick=quick, slots=sizes, hits=between)
+    _show(report, as_json)
+
+
+@app.command(
+    "control", help="A command over the socket beside shared memory.\n\nExample: smoe-mp bench control"
+)
+def bench_control(as_json: AsJson = False, quick: Quick = False) -> None:
+    with _bar() as progress:
+        report = control.run(progress, quick=quick)
     _show(report, as_json)
 
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from smoe_mp import segments
-from smoe_mp.bench import formats, hit, idle, io, miss
+from smoe_mp.bench import control, formats, hit, idle, io, miss
 from smoe_mp.bench.cli import app
 from smoe_mp.bench.rings import bench_ring, flat_source, memory_file, native, native_one
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
@@ -78,6 +78,12 @@ def test_miss(steps: Steps) -> None:
     goals = {f.name.split(",")[0] for f in report.figures if f.goal}
     assert goals == {"issue"}
     assert len(report.shares) == 4
+
+
+def test_control(steps: Steps, runtime_dir: Path) -> None:
+    report = control.run(steps, quick=True)
+    assert len(report.figures) == 6
+    assert all(value > 0 for figure in report.figures for value in figure.values)
 
 
 def test_idle(steps: Steps, runtime_dir: Path) -> None:
