@@ -42,7 +42,7 @@ KEPT = 60  # samples of the sparkline
 STATUS_EVERY_S = 5.0
 
 #: What a cell of the map shows: character, style and word, the most telling first.
-CELLS = (
+CELLS: tuple[tuple[str, str, str], ...] = (
     ("x", "bold red", "failed"),
     ("@", "bold cyan", "held"),
     ("r", "yellow", "reading"),
