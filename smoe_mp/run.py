@@ -130,7 +130,7 @@ class Speaker:
         self._ring = streamed.ring_of(self._model)
         self._sampling, self._say = sampling, say
         config = self._model.config.get_text_config()
-        self.text = _text_of(streamed, path, int(config.vocab_size))
+        self.text = _text_of(streamed, path, config)
         self._context = int(getattr(config, "max_position_embeddings", 0) or 0)  # 0: it does not say
         self._stops = _stops(self._model.generation_config)
         self._cache: dict[str, Any] = {}  # by the name that generate has for it, which differs by version
@@ -222,13 +222,13 @@ def _named(path: Path, what: str) -> Iterator[None]:
         raise ModelError(f"{path}: {what}: {type(error).__name__}: {error}") from error
 
 
-def _text_of(streamed: Any, path: Path, vocabulary: int) -> Text:
+def _text_of(streamed: Any, path: Path, config: Any) -> Text:
     try:
         with _named(path, "its tokenizer cannot be loaded"):
             return Tokens(streamed.load_tokenizer(path))
     except ModelError as error:
-        if vocabulary == 256 and error.__cause__ is None:  # there is none, rather than a damaged one
-            return Bytes()
+        if config.vocab_size == 256 and error.__cause__ is None:  # there is none, rather than a damaged one
+            return Bytes(config.bos_token_id)
         raise
 
 

@@ -55,12 +55,14 @@ def load_tokenizer(path: str | Path, **kwargs: Any) -> Any:
     vault the one whose files lie beside it.  ModelError where there is none."""
     where = resolve(path)
     folder = where if where.is_dir() else where.parent
-    if where.suffix == ".gguf":
-        kwargs["gguf_file"] = where.name
-    elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            f"{path}: no tokenizer with it: none of {', '.join(_TOKENIZER_FILES)} is in {folder}"
-        )
+    if where.suffix == ".gguf" or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        source: Any = open_source(where)
+        if source.format != "gguf":
+            raise ModelError(
+                f"{path}: no tokenizer with it: none of {', '.join(_TOKENIZER_FILES)} is in {folder}"
+            )
+        first = source.parts[0].path  # of a split model the part that has more than tensors
+        folder, kwargs["gguf_file"] = first.parent, first.name
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **kwargs)
 
 

@@ -28,8 +28,9 @@ from systems import (
 from systems import smoe_mp as run
 
 import smoe_mp
-from smoe_mp import histogram
+from smoe_mp import histogram, models
 from smoe_mp.control.commands import Prewarm, PrewarmStatus
+from smoe_mp.engine import Engine
 from smoe_mp.sources import open_source
 
 pytestmark = pytest.mark.timeout(3 * LIMIT_S)
@@ -132,6 +133,34 @@ def test_the_next_start_loads_what_was_popular(up: Up, ring_name: str, many: Pat
         assert ring.stats()["reads"] == before
         assert ring.stats()["guess_hits"] == len(hot)
     assert system.look().ring.census["empty"] == SLOTS - BUDGET
+
+
+def test_what_a_trained_model_learned_makes_the_next_runs_first_token_cheaper(
+    up: Up, ring_name: str, tmp_path: Path
+) -> None:
+    """With routing that is real: half the experts fit, a quarter is loaded before the first token in either
+    run; in the first boot in table order, then by what was learned, from another text for the most part."""
+    vault = Path(shutil.copy(models.TINY / "tiny.smoe", tmp_path / "tiny.smoe"))
+    costs = []
+    for _ in range(2):
+        system = up(vault=vault, slots=256)
+        wait_state(system, "idle", 128)
+        with smoe_mp.attach(ring_name) as ring, ring.busy():
+            engine, before = Engine.open(models.TINY, ring), ring.stats()
+            next(engine.generate(b"class ", 1))
+            after = ring.stats()
+            list(engine.generate(b"import unittest\n\n\ndef ", 60))
+        costs.append(
+            {
+                "misses": after["client"]["misses"] - before["client"]["misses"],
+                "reads": after["reads"] - before["reads"],
+                "of what was loaded": after["client"]["guess_hits"] - before["client"]["guess_hits"],
+            }
+        )
+        down(ring_name)
+    cold, warm = costs
+    assert warm["misses"] == warm["reads"] < cold["misses"] == cold["reads"]
+    assert warm["of what was loaded"] - cold["of what was loaded"] == cold["misses"] - warm["misses"]
 
 
 def test_the_most_popular_come_first(up: Up, ring_name: str, many: Path) -> None:

@@ -10,10 +10,21 @@ import gguf
 import numpy as np
 
 
-def write_gguf(path: Path, model: Any, *, experts: str = "Q8_0", dense: str = "F32") -> Path:
-    """Write `model` (qwen3_moe) with experts and matrices in these block types; norms are F32."""
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    experts: str = "Q8_0",
+    dense: str = "F32",
+    chat_template: str = "",
+    split: int = 0,
+) -> Path:
+    """Write `model` (qwen3_moe) with experts and matrices in these block types; norms are F32.
+
+    `split`: in files of so many tensors, `path` with -0000N-of-0000M behind its stem.
+    """
     config = model.config
-    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer = gguf.GGUFWriter(path, "qwen3moe", split_max_tensors=split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -29,6 +40,8 @@ def write_gguf(path: Path, model: Any, *, experts: str = "Q8_0", dense: str = "F
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer, config.vocab_size)
+    if chat_template:
+        writer.add_chat_template(chat_template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         values = tensor.float().numpy()

@@ -24,9 +24,10 @@ pytest.importorskip("jinja2", reason="needs jinja2, for chat templates")
 
 import tinymodels  # noqa: E402
 from support import SHM, shm_of  # noqa: E402
-from wordmodels import prompted, resident, write_words  # noqa: E402
+from trained import write_trained  # noqa: E402
+from wordmodels import TEMPLATE, prompted, resident, write_words  # noqa: E402
 
-from smoe_mp import cli  # noqa: E402
+from smoe_mp import cli, models  # noqa: E402
 from smoe_mp import run as running  # noqa: E402
 from smoe_mp.launch import PrivateSystem, private_system  # noqa: E402
 from smoe_mp.run import Conversation, Sampling, Speaker  # noqa: E402
@@ -161,6 +162,100 @@ def test_a_running_ring_a_seed_and_raw_text(
         shown.append(json.loads(capfd.readouterr().out))
     assert [one["prompt_tokens"] for one in shown] == [1, 1, 1]
     assert shown[0]["text"] == shown[1]["text"] != shown[2]["text"]
+
+
+# --- models of every form ----------------------------------------------------------------------------------
+
+
+def report(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str | Path
+) -> dict[str, Any]:
+    """What `smoe-mp run ARGUMENTS --json` reports of a greedy answer from a private system."""
+    capfd.readouterr()
+    assert command(monkeypatch, *arguments, "--json", "--greedy", "--threads", "1", "--workers", "2") == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    found: dict[str, Any] = json.loads(out)
+    assert found["demanded"] > 0
+    return found
+
+
+def test_a_gguf_file_whole_or_any_part_or_its_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ggufmodels = pytest.importorskip("ggufmodels", reason="needs gguf")
+    pytest.importorskip("accelerate", reason="needs accelerate, for transformers' own loading of GGUF")
+    model = tinymodels.build("qwen3_moe", torch.float32, hidden_size=64, moe_intermediate_size=96)
+    whole = ggufmodels.write_gguf(folder / "whole.gguf", model, chat_template=TEMPLATE)
+    (folder / "parts").mkdir()
+    ggufmodels.write_gguf(folder / "parts/parts.gguf", model, chat_template=TEMPLATE, split=12)
+    last = max((folder / "parts").iterdir())
+    assert last.name == "parts-00003-of-00003.gguf"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=whole.name,
+        config=transformers.AutoConfig.from_pretrained(
+            folder, gguf_file=whole.name, moe_intermediate_size=96
+        ),
+        dtype=torch.bfloat16,
+        experts_implementation="eager",
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=whole.name)
+    ids = tokenizer(prompted("Why?"), return_tensors="pt")["input_ids"]
+    made = reference.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    expected = tokenizer.decode(made)
+    for path in (whole, last, folder / "parts"):
+        answer = report(monkeypatch, capfd, path, "-p", "Why?", "--ring-slots", "20", "--max-tokens", "8")
+        assert (answer["text"], answer["prompt_tokens"]) == (expected, ids.shape[1])
+
+
+def test_a_vault_without_a_tokenizer_speaks_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The trained model: its text is Python, the resident model's, and begins a document."""
+    prompt = 'import os\n\n\ndef read_lines(path):\n    """'
+    (folder / "trained").mkdir()
+    write_trained(folder / "trained")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "trained", dtype=torch.bfloat16, experts_implementation="eager"
+    )
+    ids = torch.tensor([[0, *prompt.encode()]])
+    made = reference.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    # Copied, since a system leaves the popularity beside its vault.
+    for name in ("tiny.smoe", "tiny.scout.safetensors", "config.json"):
+        shutil.copy(models.TINY / name, folder)
+    arguments = ("-p", prompt, "--ring-slots", "256", "--max-tokens", "24")
+    answer = report(monkeypatch, capfd, folder / "tiny.smoe", *arguments)
+    assert answer["text"].encode() == bytes(made.tolist())
+    assert answer["prompt_tokens"] == 1 + len(prompt)
+    assert answer["text"].isascii()
+
+
+def test_a_hub_id_in_the_local_cache(
+    words: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As huggingface_hub lays it out: names that are links to blobs."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = folder / "hub" / "models--some--words"
+    for name in ("blobs", "refs", f"snapshots/{commit}"):
+        (repository / name).mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    for number, path in enumerate(sorted(words.iterdir())):
+        shutil.copy(path, repository / f"blobs/{number:064x}")
+        (repository / f"snapshots/{commit}" / path.name).symlink_to(f"../../blobs/{number:064x}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = ("-p", "Why?", "--ring-slots", "20", "--max-tokens", "8")
+    assert (
+        report(monkeypatch, capfd, "some/words", *arguments)["text"]
+        == report(monkeypatch, capfd, words, *arguments)["text"]
+    )
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "no-hub"))
+    assert command(monkeypatch, "some/words", "-p", "Why?") == 3
+    assert f"not in the local cache {folder / 'no-hub'}; fetch it first" in capfd.readouterr().err
+
+
+# --- Ctrl-C ------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_ends_the_answer(words: Path, system: PrivateSystem) -> None:
