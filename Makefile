@@ -31,12 +31,12 @@ lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.c' '*.h')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.c' '*.h' '*.cpp')
 
 format: $(VENV)/.ready ## let ruff and clang-format have their way
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $$(git ls-files '*.c' '*.h')
+	$(VENV)/bin/clang-format -i $$(git ls-files '*.c' '*.h' '*.cpp')
 
 asan: $(VENV)/.ready ## the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@csrc/ctest.sh build/ctest-asan address,undefined

@@ -2,6 +2,8 @@
 #include "core.h"
 
 #include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <string.h>
 
 /* Is this the process that attached?  A forked child has no map of the control segment. */
@@ -341,4 +343,61 @@ const char *smoe_strerror(int code) {
     default:
         return code < 0 && code > -1000 ? strerror(-code) : "unknown error";
     }
+}
+
+uint32_t smoe_api_version(void) {
+    return SMOE_API_VERSION;
+}
+
+static const char *reason_words(int32_t os_error) {
+    switch (os_error) {
+    case SMOE_READ_SHORT:
+        return "the file ended too early";
+    case SMOE_READ_CHANGED:
+        return "the file is not the one that the ring was made for";
+    case SMOE_READ_PLAN:
+        return "the read plan does not add up";
+    case SMOE_READ_KILLER:
+        return "three workers died reading it";
+    case SMOE_READ_UNSERVED:
+        return "no worker is left to read it";
+    case SMOE_READ_CHECKSUM:
+        return "its checksum is not the vault's";
+    default:
+        return strerror(os_error);
+    }
+}
+
+/* Appends to a text of which only `room` bytes are kept, and counts on. */
+__attribute__((format(printf, 4, 5))) static void add(char *text, uint32_t room, int *length, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    uint32_t at = (uint32_t)*length < room ? (uint32_t)*length : room;
+    int n = vsnprintf(at < room ? text + at : NULL, room - at, format, arguments);
+    va_end(arguments);
+    *length += n > 0 ? n : 0;
+}
+
+int smoe_error_text(const smoe_ring *r, const smoe_error *e, char *text, uint32_t room) {
+    int length = 0;
+    if (room)
+        text[0] = 0;
+    add(text, room, &length, "%s", smoe_strerror(e->code));
+    bool of_an_expert = e->code == SMOE_EREAD || e->code == SMOE_ETIMEOUT || e->code == SMOE_ENOSUPERVISOR;
+    if (of_an_expert || e->code == SMOE_EID)
+        add(text, room, &length, ": layer %u, expert %u", e->layer, e->expert);
+    if (e->code == SMOE_EREAD || e->code == SMOE_ECHANGED) {
+        const char *path = r && mine(r) ? smoe_file_path(r, e->file) : NULL;
+        add(text, room, &length, path ? ": %s" : ": file %s", path ? path : "of the model");
+    }
+    if (e->code == SMOE_EREAD)
+        add(text, room, &length, " at %llu, %llu of %llu bytes", (unsigned long long)e->offset,
+            (unsigned long long)e->got, (unsigned long long)e->wanted);
+    else if (!of_an_expert && e->code != SMOE_EID && (e->wanted || e->got))
+        add(text, room, &length, ": wanted %llu, there is %llu", (unsigned long long)e->wanted,
+            (unsigned long long)e->got);
+    if (e->call && *e->call)
+        add(text, room, &length, " (%s%s%s)", e->call, e->os_error ? ": " : "",
+            e->os_error ? reason_words(e->os_error) : "");
+    return length;
 }

@@ -410,6 +410,15 @@ static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct li
     }
 }
 
+static int no_such(smoe_error *e, int64_t layer, int64_t expert, const char *why, uint64_t at) {
+    int code = fail(e, SMOE_EID, why, 0, (uint64_t)expert, at);
+    if (e) {
+        e->layer = (uint32_t)layer;
+        e->expert = (uint32_t)expert;
+    }
+    return code;
+}
+
 /* Indices of the batch's experts; none named twice. */
 static int resolve(const smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
                    smoe_error *e) {
@@ -420,10 +429,8 @@ static int resolve(const smoe_ring *r, int64_t layer, const int64_t *experts, ui
         ascending = ascending && (i == 0 || experts[i] > experts[i - 1]);
         for (uint32_t k = 0; !ascending && k < i && !twice; k++)
             twice = experts[k] == experts[i];
-        if (index < 0 || twice) {
-            fail(e, SMOE_EID, twice ? "named twice" : "no such expert", 0, (uint64_t)experts[i], i);
-            return SMOE_EID;
-        }
+        if (index < 0 || twice)
+            return no_such(e, layer, experts[i], twice ? "named twice" : "no such expert", i);
         holds[i].expert_index = (uint32_t)index;
     }
     return 0;
@@ -577,7 +584,7 @@ int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *
     hold->status = SMOE_HOLD_NONE;
     int64_t index = smoe_expert_index(r, layer, expert);
     if (index < 0)
-        return fail(e, SMOE_EID, "no such expert", 0, (uint64_t)expert, 0);
+        return no_such(e, layer, expert, "no such expert", 0);
     uint32_t home = atomic_load_explicit(&r->homes[index], memory_order_relaxed);
     if (home - 1 >= r->n_slots)
         return 0;
@@ -938,7 +945,7 @@ int smoe_speculate(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
         return rc;
     for (uint32_t i = 0; i < n; i++)
         if (smoe_expert_index(r, layer, experts[i]) < 0)
-            return fail(e, SMOE_EID, "no such expert", 0, (uint64_t)experts[i], i);
+            return no_such(e, layer, experts[i], "no such expert", i);
     uint32_t i = 0, traced = !tracing(r) ? 0 : n < SMOE_TRACE_ENTRIES ? n : SMOE_TRACE_ENTRIES;
     uint64_t at = traced ? trace_begin(r, SMOE_TRACE_GUESS, (uint32_t)layer, traced) : 0;
     for (; i < n; i++) {

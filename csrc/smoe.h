@@ -23,6 +23,9 @@
 
 #include <stdint.h>
 
+/* What is promised: docs/embedding.md.  It is raised by a change that a program built before would not survive. */
+#define SMOE_API_VERSION 1
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -370,6 +373,11 @@ int smoe_quantize(const float *weights, uint64_t groups, int bits, const float *
 int64_t smoe_find_not_finite(const void *data, uint64_t bytes, uint32_t width, uint64_t mask, uint64_t least);
 uint32_t smoe_sizeof(uint32_t record); /* of the records, in smoe_tables' order, then header and slot */
 const char *smoe_strerror(int code);
+/* An error in words: what, the expert, the call, the file and the figures, as far as they are known.  Writes at most
+ * `room` bytes with a 0 at the end, and returns the length of the whole text.  ring may be NULL. */
+int smoe_error_text(const smoe_ring *ring, const smoe_error *error, char *text, uint32_t room);
+/* SMOE_API_VERSION of the library. */
+uint32_t smoe_api_version(void);
 
 /* --- Dequantisers: see dequant.c.  They need no ring. */
 
