@@ -51,7 +51,15 @@ from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
 from smoe_mp.fit import fit, slots_in
 from smoe_mp.process import ExitWatch
 from smoe_mp.run import Sampling, speak
-from smoe_mp.runtime import human_bytes, is_served, make_runtime_folder, socket_path, version
+from smoe_mp.runtime import (
+    check_reachable,
+    group_id,
+    human_bytes,
+    is_served,
+    make_runtime_folder,
+    socket_path,
+    version,
+)
 from smoe_mp.sizing import Sizing
 from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
@@ -146,21 +154,17 @@ def up(
         "speculation.ranks": spec,
     }
     loaded = _loaded(target, overrides)
-    path = _socket_to_make(loaded.config.name)
+    gid = group_id(loaded.config.access.group)
+    make_runtime_folder(gid)  # before anything is started
+    path = socket_path(loaded.config.name)
     say = _line_printer()
 
     def open_control(supervisor: Supervisor) -> ControlServer:
-        server = ControlServer(path, supervisor)
+        server = ControlServer(path, supervisor, gid)
         say(f"control: {path}")
         return server
 
     Supervisor(loaded, say, parent).run(open_control)
-
-
-def _socket_to_make(name: str) -> Path:
-    """The control socket's path, its folder made; checked before anything is started."""
-    make_runtime_folder()
-    return socket_path(name)
 
 
 def _line_printer() -> Callable[[str], None]:
@@ -227,8 +231,9 @@ def _stopped(done: StopResult) -> str:
 
 
 def _check_served(name: str) -> None:
-    segments.check_name(name)
-    if not is_served(socket_path(name)):
+    path = socket_path(segments.check_name(name))
+    check_reachable(path)
+    if not is_served(path):
         raise NoSuchRing(no_ring(name))
 
 
@@ -351,7 +356,7 @@ def doctor(
     found = segments.find_rings()
     removed = []
     for entry in found if clean else []:
-        if entry.orphan:
+        if entry.orphan and os.geteuid() in (0, entry.uid):
             segments.remove_orphan(entry.name)
             removed.append(entry.name)
     if as_json:
@@ -369,7 +374,12 @@ def _draw_rings(found: list[segments.Found], removed: list[str], console: Consol
         who = "orphan, removed" if f.name in removed else who
         table.add_row(escape(f.name), f.state, human_bytes(f.bytes), str(f.uid), escape(who))
     console.print(table if found else "no rings in shared memory")
-    left = [f.name for f in found if f.orphan and f.name not in removed]
+    left = [f for f in found if f.orphan and f.name not in removed]
+    if others := {f.uid for f in left if os.geteuid() not in (0, f.uid)}:
+        console.print(
+            f"orphans of other users: uid {', '.join(map(str, sorted(others)))} or root removes them"
+        )
+        left = [f for f in left if f.uid not in others]
     if left:
         console.print(f"{len(left)} orphans: smoe-mp doctor --clean removes them", highlight=False)
 

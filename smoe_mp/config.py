@@ -163,6 +163,17 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True):
     ] = 0
 
 
+class AccessConfig(Struct, frozen=True, kw_only=True):
+    group: Annotated[
+        str,
+        Meta(
+            description="A group whose members may attach and command the system too, by name or number;"
+            " its user must be in it. They are trusted like that user: see docs/operations.md. Empty: nobody"
+            " else."
+        ),
+    ] = ""
+
+
 class Config(Struct, frozen=True, kw_only=True):
     """All settings.  `name` is held against the rules for ring names where the ring is made."""
 
@@ -180,6 +191,7 @@ class Config(Struct, frozen=True, kw_only=True):
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     prewarm: PrewarmConfig = field(default_factory=PrewarmConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from smoe_mp.fit import fit
 from smoe_mp.identity import Change, Watch
 from smoe_mp.pool import RETRY_S, Pool
 from smoe_mp.process import STOP_SIGNALS, Child, ExitWatch, Loop, SignalInbox, WatchPipe, end_all
-from smoe_mp.runtime import human_bytes, version
+from smoe_mp.runtime import group_id, human_bytes, version
 from smoe_mp.sources import Source, open_source
 
 READY_S = 60.0  # for all workers to register and open the files
@@ -332,6 +332,7 @@ class Supervisor:
             speculation_ranks=config.speculation.ranks,
             verify=config.vault.verify,
             read_align=segments.read_align(self._probes),
+            gid=group_id(config.access.group),
         )
         undo.callback(self._end_ring)
         for number, probe in enumerate(self._probes):

@@ -1,6 +1,7 @@
 """The serving side: a ROUTER socket in the run-time folder, handled inside the supervisor's loop.
 
-Closed by default: ipc only, socket mode 0600 in a 0700 folder.  Whatever is no request of ours is counted,
+Closed by default: ipc only, socket mode 0600 in a 0700 folder, or 0660 and 0750 of the group of [access].
+Whatever is no request of ours is counted,
 answered with a typed error where it can be addressed, and changes nothing; libzmq itself ends a connection
 that sends a frame of more than 1 MiB.  Nothing here waits: a reply to an asker that does not read is dropped
 and counted.
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Serves `system` on the socket at `path`.
+    """Serves `system` on the socket at `path`, for this user alone or for the group `gid` too.
 
     Raises ControlError if the socket is served by somebody else or cannot be made.
     """
 
-    def __init__(self, path: Path, system: System) -> None:
+    def __init__(self, path: Path, system: System, gid: int | None = None) -> None:
         if is_served(path):
             raise ControlError(f"control socket {path}: another process serves it; stop that one first")
         self.path = path
@@ -45,20 +46,25 @@ class ControlServer:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
-            self._bind()
+            self._bind(gid)
         except BaseException:
             self.close()
             raise
 
-    def _bind(self) -> None:
+    def _bind(self, gid: int | None) -> None:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an undeliverable reply is an error, to be counted
+        mask = os.umask(0o177)  # nobody gets in between bind and chmod
         try:
             self._socket.bind(f"ipc://{self.path}")
-            os.chmod(self.path, 0o600)
+            if gid is not None:
+                os.chown(self.path, -1, gid)
+            os.chmod(self.path, 0o600 if gid is None else 0o660)
         except (zmq.ZMQError, OSError) as error:
             raise ControlError(f"control socket {self.path}: bind: {error.strerror}") from error
+        finally:
+            os.umask(mask)
 
     @property
     def pollable(self) -> zmq.Socket[bytes]:
