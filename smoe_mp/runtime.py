@@ -14,7 +14,7 @@ kind: a folder that SMOE_RUNTIME_DIR names and that its owner opened to a group 
 give a file to a group that he is not in, so a stranger cannot make such a folder; and the places that are
 taken by default, which a stranger could foresee, must be one's own.
 
-Beside it, two trifles that the supervisor and the command line share: the version, and sizes for people.
+Beside it, trifles that several parts share: the version, the state folder, sizes and lines for people.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import os
 import socket
 import stat
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def runtime_folder() -> Path:
         return Path(own).absolute()
     session = os.environ.get("XDG_RUNTIME_DIR")
     return Path(session, "smoe-mp") if session else Path(f"/tmp/smoe-mp-{os.getuid()}")
+
+
+def state_folder(environ: Mapping[str, str]) -> Path | None:
+    """$XDG_STATE_HOME/smoe-mp or ~/.local/state/smoe-mp, which need not exist; None for a user without a
+    home."""
+    given = environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(given):  # a relative one is to be ignored (XDG base directories)
+        return Path(given, "smoe-mp")
+    home = environ.get("HOME", "")
+    return Path(home, ".local/state/smoe-mp") if os.path.isabs(home) else None
 
 
 def group_id(group: str) -> int | None:
@@ -205,3 +216,8 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if count == int(count) else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def printable(text: str) -> str:
+    """`text` on one line: what cannot be printed stands as "?"."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -24,6 +24,7 @@ on this `Supervisor`, and the loop calls it when something is there to read.  `i
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -55,6 +56,8 @@ SAVE_S = 10.0  # for the popularity's file
 SWEEP_S = 1.0  # between looks for clients that died with holds
 WARNINGS_MAX = 100  # kept for status
 
+log = logging.getLogger(__name__)
+
 
 class Control(Protocol):
     """A control plane, as the loop sees it."""
@@ -79,12 +82,12 @@ def _watch_parent(pid: int) -> ExitWatch:
 class Supervisor:
     """One system's life: `run` starts it, serves and returns when it has been stopped.
 
-    `say` receives one line a step.  `parent`: the pid of the process that started this one, whose end, in
-    whatever way, is this system's; 0: there is none to follow.
+    What it does is said to the log, a line a step.  `parent`: the pid of the process that started this one,
+    whose end, in whatever way, is this system's; 0: there is none to follow.
     """
 
-    def __init__(self, loaded: LoadedConfig, say: Callable[[str], None], parent: int = 0) -> None:
-        self._loaded, self._config, self._say = loaded, loaded.config, say
+    def __init__(self, loaded: LoadedConfig, parent: int = 0) -> None:
+        self._loaded, self._config = loaded, loaded.config
         self._parent, self._parent_watch = parent, None if parent == 0 else _watch_parent(parent)
         self._loop = Loop()
         self._workers = Pool(
@@ -116,8 +119,11 @@ class Supervisor:
         self._segments: segments.Segments
         self._control: Control | None = None
 
-    def run(self, open_control: Callable[[Supervisor], Control]) -> None:
-        """Start, serve until a stop signal or `request_stop`, and stop.  Main thread only.
+    def run(
+        self, open_control: Callable[[Supervisor], Control], on_ready: Callable[[], None] | None = None
+    ) -> None:
+        """Start, serve until a stop signal or `request_stop`, and stop.  Main thread only.  `on_ready` is
+        called once it serves.
 
         Nothing is left behind, whatever happens, save by SIGKILL.  Raises SmoeError when a step fails or a
         worker dies.
@@ -140,6 +146,8 @@ class Supervisor:
             self._check_interrupted()
             self._state, self._was_live = "live", True
             self._say(f'ready: attach with smoe_mp.attach("{self._config.name}")')
+            if on_ready is not None:
+                on_ready()
             self._serve()
         left = "left to the next `smoe-mp up`" if self._keep_ring else "removed"
         self._say(f"stopped: ring {self._config.name} {left}")
@@ -459,9 +467,9 @@ class Supervisor:
     def _child_said(self, who: str) -> Callable[[str], None]:
         def said(line: str) -> None:
             if line.startswith("warning: "):
-                self._warn(f"{who}: {line.removeprefix('warning: ')}")
+                self._warn(f"{who}: {line.removeprefix('warning: ')}", child=who)
             else:
-                self._say(f"{who}: {line.removeprefix('smoe-worker: ')}")
+                self._say(f"{who}: {line.removeprefix('smoe-worker: ')}", child=who)
 
         return said
 
@@ -485,7 +493,7 @@ class Supervisor:
         self._look_soon = True  # it may have found another file where its own was
         self._recover()
         if self._workers.failing:
-            self._say(f"error: workers keep dying: {self._health()}")
+            self._say(f"workers keep dying: {self._health()}", logging.ERROR)
             self._give_up_unserved()
 
     def _prewarm_died(self, epitaph: str) -> None:
@@ -553,7 +561,7 @@ class Supervisor:
         self._segments.set_changed(change.file, sum(CHANGES[what] for what in change.what))
         text = f"{change.text}; nothing is served any more: stop this system and start it anew"
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]
-        self._say(f"error: {text}")
+        self._say(text, logging.ERROR)
 
     def _on_parent_end(self) -> None:
         if self._parent_watch is not None:
@@ -578,7 +586,7 @@ class Supervisor:
             child.send(signal.SIGTERM)
         children = [*self._workers.all, *self._prewarm.all]
         for child in end_all(children, self._loop, GRACE_S, TERM_S, KILL_S):
-            self._say(f"warning: {child.label} (pid {child.pid}) cannot be ended: its read hangs")
+            self._say(f"{child.label} (pid {child.pid}) cannot be ended: its read hangs", logging.WARNING)
         for child in children:
             child.close()
 
@@ -587,6 +595,10 @@ class Supervisor:
             self._loop.remove(self._control.pollable)
             self._control.close()
 
-    def _warn(self, text: str) -> None:
+    def _say(self, text: str, level: int = logging.INFO, **fields: object) -> None:
+        """A line of the log; `fields` are its own in JSON."""
+        log.log(level, "%s", text, extra={"fields": fields})
+
+    def _warn(self, text: str, **fields: object) -> None:
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]  # for months, not for ever
-        self._say(f"warning: {text}")
+        self._say(text, logging.WARNING, **fields)

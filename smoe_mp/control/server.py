@@ -93,7 +93,7 @@ class ControlServer:
         self.counters["requests"] += 1
         asker, rest = frames[0], frames[1:]
         envelope = [asker, b""] if len(rest) > 1 and not rest[0] else [asker]
-        limit_s = float("inf")
+        limit_s, command = float("inf"), None
         try:
             command = self._read(rest[len(envelope) - 1 :])
             limit_s = command.deadline_ms / 1000
@@ -101,7 +101,10 @@ class ControlServer:
         except protocol.BadRequest as bad:
             self._count(bad.type)
             reply = protocol.write_error(bad.id, bad.type, str(bad))
-        if time.monotonic() - started > limit_s:
+        took_s = time.monotonic() - started
+        what = type(command).__name__.lower() if command else "no command"
+        log.debug("control: %s: %.1f ms", what, took_s * 1000)
+        if took_s > limit_s:
             self.counters["late"] += 1
             return
         try:

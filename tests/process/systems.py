@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,7 +175,7 @@ class System:
         self.lines = []
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
-            if line.startswith("ready: "):
+            if re.search('(^|")ready: ', line):  # as text, or in JSON
                 return
         raise AssertionError(f"not ready: {self.lines}: {self.errors()}")
 
