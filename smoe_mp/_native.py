@@ -161,7 +161,8 @@ def _owner(name: str) -> str:
         st = os.stat(f"/dev/shm/smoe.{name}")
     except OSError:
         return ""
-    return f": it belongs to uid {st.st_uid}, mode {st.st_mode & 0o777:04o}"
+    mode = f"mode {st.st_mode & 0o777:04o}"
+    return f": it belongs to uid {st.st_uid}, {mode}; [access] group opens a system to a group"
 
 
 def raise_error(code: int, error: Error, name: str, ring: Any = None) -> NoReturn:

@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from smoe_mp import control_cli, models, segments, vault_cli
+from smoe_mp import control_cli, log, models, segments, vault_cli
+from smoe_mp import detach as detaching
 from smoe_mp import inspect as inspecting
 from smoe_mp.bench.cli import app as bench_app
 from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
@@ -51,7 +51,14 @@ from smoe_mp.errors import ConfigError, NoAnswer, SmoeError
 from smoe_mp.fit import fit, slots_in
 from smoe_mp.process import ExitWatch
 from smoe_mp.run import Sampling, speak
-from smoe_mp.runtime import human_bytes, human_duration, make_runtime_folder, socket_path, version
+from smoe_mp.runtime import (
+    group_id,
+    human_bytes,
+    human_duration,
+    make_runtime_folder,
+    socket_path,
+    version,
+)
 from smoe_mp.sizing import Sizing
 from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
@@ -103,7 +110,7 @@ def _options(
 def _override(key: str) -> Any:
     """The flag of an option of the configuration, with the option's own words."""
     option = OPTIONS[key]
-    metavar = "NAME" if key == "name" else "N"
+    metavar = key.rpartition(".")[2].upper() if isinstance(option.default, str | None) else "N"
     return typer.Option(option.flag, metavar=metavar, help=f"Override {key}: {option.meaning}")
 
 
@@ -126,7 +133,8 @@ def _loaded(target: str, overrides: dict[str, int | str | None]) -> LoadedConfig
 
 
 @app.command(
-    help="Start a system in the foreground; Ctrl-C stops it.\n\nExample: smoe-mp up my.toml --ring 96"
+    help="Start a system in the foreground; Ctrl-C stops it. With --detach, in the background: that returns"
+    " once the system is ready.\n\nExample: smoe-mp up my.toml --ring 96"
 )
 def up(
     target: Target,
@@ -136,7 +144,14 @@ def up(
     slot_mb: Annotated[int | None, _override("ring.slot_mb")] = None,
     worker_count: Annotated[int | None, _override("workers.count")] = None,
     spec: Annotated[int | None, _override("speculation.ranks")] = None,
+    log_level: Annotated[str | None, _override("log.level")] = None,
+    log_format: Annotated[str | None, _override("log.format")] = None,
+    log_file: Annotated[str | None, _override("log.file")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Go on in the background, and log to a file.")
+    ] = False,
     parent: Annotated[int, typer.Option("--parent", metavar="PID", min=0, hidden=True)] = 0,
+    detached: Annotated[bool, typer.Option("--detached", hidden=True)] = False,
 ) -> None:
     overrides: dict[str, int | str | None] = {
         "name": name,
@@ -144,36 +159,33 @@ def up(
         "ring.slot_mb": slot_mb,
         "workers.count": worker_count,
         "speculation.ranks": spec,
+        "log.level": log_level,
+        "log.format": log_format,
+        "log.file": str(Path(log_file).expanduser().absolute()) if log_file else log_file,  # of this folder
     }
+    if detach:
+        _start_detached(target, overrides)
+        return
     loaded = _loaded(target, overrides)
-    path = _socket_to_make(loaded.config.name)
-    say = _line_printer()
+    gid = group_id(loaded.config.access.group)
+    make_runtime_folder(gid)  # before anything is started
+    path = socket_path(loaded.config.name)
 
     def open_control(supervisor: Supervisor) -> ControlServer:
-        server = ControlServer(path, supervisor)
-        say(f"control: {path}")
+        server = ControlServer(path, supervisor, gid)
+        log.logger.info("control: %s", path)
         return server
 
-    Supervisor(loaded, say, parent).run(open_control)
+    with log.opened(loaded, read=detached or parent > 0, to_file=detached) as opened:
+        Supervisor(loaded, parent).run(open_control, opened.leave_terminal if detached else None)
 
 
-def _socket_to_make(name: str) -> Path:
-    """The control socket's path, its folder made; checked before anything is started."""
-    make_runtime_folder()
-    return socket_path(name)
-
-
-def _line_printer() -> Callable[[str], None]:
-    """Prints and flushes a line; a reader that went away must not end the system."""
-
-    def say(line: str) -> None:
-        try:
-            print(line, flush=True)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    return say
+def _start_detached(target: str, overrides: dict[str, int | str | None]) -> None:
+    flags = [f"{OPTIONS[key].flag}={value}" for key, value in overrides.items() if value is not None]
+    pid, lines = detaching.start([*flags, "--", target])
+    for line in lines:
+        print(line)
+    print(f"detached: pid {pid}")
 
 
 @app.command(help=help_text(Status))
@@ -345,7 +357,7 @@ def doctor(
     found = segments.find_rings()
     removed = []
     for entry in found if clean else []:
-        if entry.orphan:
+        if entry.orphan and os.geteuid() in (0, entry.uid):
             segments.remove_orphan(entry.name)
             removed.append(entry.name)
     if as_json:
@@ -363,7 +375,12 @@ def _draw_rings(found: list[segments.Found], removed: list[str], console: Consol
         who = "orphan, removed" if f.name in removed else who
         table.add_row(escape(f.name), f.state, human_bytes(f.bytes), str(f.uid), escape(who))
     console.print(table if found else "no rings in shared memory")
-    left = [f.name for f in found if f.orphan and f.name not in removed]
+    left = [f for f in found if f.orphan and f.name not in removed]
+    if others := {f.uid for f in left if os.geteuid() not in (0, f.uid)}:
+        console.print(
+            f"orphans of other users: uid {', '.join(map(str, sorted(others)))} or root removes them"
+        )
+        left = [f for f in left if f.uid not in others]
     if left:
         console.print(f"{len(left)} orphans: smoe-mp doctor --clean removes them", highlight=False)
 

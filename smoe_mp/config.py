@@ -163,6 +163,40 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True):
     ] = 0
 
 
+class AccessConfig(Struct, frozen=True, kw_only=True):
+    group: Annotated[
+        str,
+        Meta(
+            description="A group whose members may attach and command the system too, by name or number;"
+            " its user must be in it. They are trusted like that user: see docs/operations.md. Empty: nobody"
+            " else."
+        ),
+    ] = ""
+
+
+class LogConfig(Struct, frozen=True, kw_only=True):
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(
+            description="The least that is logged; debug: each command of the control plane too.",
+            extra={"flag": "--log-level"},
+        ),
+    ] = "info"
+    format: Annotated[
+        Literal["text", "json"],
+        Meta(description="Lines for people, or one JSON object a line.", extra={"flag": "--log-format"}),
+    ] = "text"
+    file: Annotated[
+        str,
+        Meta(
+            description="A file that the lines are added to, besides stdout. It may be renamed at any time:"
+            " the next line begins a new one. Empty: none, with --detach NAME.log in the state folder. A"
+            " relative path counts from the folder of this file.",
+            extra={"flag": "--log-file"},
+        ),
+    ] = ""
+
+
 class Config(Struct, frozen=True, kw_only=True):
     """All settings.  `name` is held against the rules for ring names where the ring is made."""
 
@@ -180,6 +214,8 @@ class Config(Struct, frozen=True, kw_only=True):
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     prewarm: PrewarmConfig = field(default_factory=PrewarmConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +294,12 @@ class LoadedConfig:
     def histogram_path(self) -> Path | None:
         """The histogram's file, absolute, or None where the vault's place decides."""
         given = self.config.prewarm.histogram
+        return self._beside(given) if given else None
+
+    @property
+    def log_path(self) -> Path | None:
+        """The log's file, absolute, or None where there is none."""
+        given = self.config.log.file
         return self._beside(given) if given else None
 
     def _beside(self, path: str) -> Path:

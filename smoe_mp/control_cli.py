@@ -178,19 +178,24 @@ def export(
 ) -> None:
     if out.exists() and not force:
         raise ConfigError(f"{out}: there already; --force replaces it")
+    fingerprint, counts = _whole(name)
+    files.save(out, fingerprint, list(counts), np.array(list(counts.values()), np.uint32))
+    print(f"{out}: the popularity of {len(counts)} experts")
+
+
+def _whole(name: str) -> tuple[bytes, dict[Pair, int]]:
+    """The model's fingerprint and the count of every expert of it."""
     first: HistogramResult = ask(name, Histogram(most=PAGE))
     rows: list[ExpertCount] = list(first.most_popular)
-    while len(rows) < first.experts:
-        page = ask(name, Histogram(first=len(rows), most=PAGE)).most_popular
+    while len(rows) < first.experts and (
+        page := ask(name, Histogram(first=len(rows), most=PAGE)).most_popular
+    ):
         rows += page
-        if not page:
-            break
     # Counts go on meanwhile and may have changed the order between two pages: each expert once.
-    once = {(row.layer, row.expert): row.count for row in rows}
-    if len(once) < first.experts:
+    counts = {(row.layer, row.expert): row.count for row in rows}
+    if len(counts) < first.experts:
         raise ConfigError(f"ring {name}: counts changed while they were read; try again when it is idle")
-    files.save(out, bytes.fromhex(first.fingerprint), list(once), np.array(list(once.values()), np.uint32))
-    print(f"{out}: the popularity of {len(once)} experts")
+    return bytes.fromhex(first.fingerprint), counts
 
 
 @histogram_app.command(
@@ -201,7 +206,14 @@ def export(
 def import_(
     name: Name, path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to read.")]
 ) -> None:
-    result = ask(name, Histogram(action="import", path=str(path.absolute()), most=0))
+    fingerprint, counts = _whole(name)
+    pairs = list(counts)
+    loaded = files.load(path, fingerprint, pairs, set_aside=False)
+    if loaded.histogram is None:
+        raise ConfigError("; ".join(loaded.notes) or f"histogram {path}: no such file")
+    rows = [ExpertCount(*pair, int(n)) for pair, n in zip(pairs, loaded.histogram.counts, strict=True)]
+    for start in range(0, len(rows), PAGE):
+        result = ask(name, Histogram(action="set", counts=rows[start : start + PAGE], most=0))
     print(f"{name}: popularity of {result.counted} experts from {path}")
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -264,9 +264,10 @@ def config_text(loaded: config.LoadedConfig, own: Mapping[str, str]) -> str:
 @contextmanager
 def _system(config_path: Path, console: Console) -> Iterator[str]:
     """A system on the model, by the configuration at `config_path`; its ring's name."""
-    loaded, name = config.load(config_path), f"demo-{os.getpid()}"
+    loaded, name = config.load(config_path), f"demo-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="smoe-demo-") as folder:
         own = {"name": name, "vault.path": str(VAULT), "prewarm.histogram": f"{folder}/popularity.bin"}
+        own |= {"log.level": "info", "log.format": "text"}  # its lines are read
         path = Path(folder) / "demo.toml"
         path.write_text(config_text(loaded, own))
         with System([sys.executable, "-m", "smoe_mp", "up", str(path)], console):

@@ -45,6 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp.errors import HistogramError
+from smoe_mp.runtime import state_folder
 from smoe_mp.sources.base import Source
 
 MAGIC = b"SFRQ"
@@ -136,21 +137,12 @@ def places(
     original = (vault if vault.is_dir() else vault.parent) / ORIGINAL_NAME
     path = configured or beside
     if configured is None and not os.access(vault.parent, os.W_OK | os.X_OK):
-        folder = _state_folder(environ)
+        folder = state_folder(environ)
         if folder is not None:
             path = folder / (model.hex() + SUFFIX)
             with contextlib.suppress(OSError):  # what is wrong with it is said by the first save
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return Places(path, tuple(p for p in (beside, original) if p != path))
-
-
-def _state_folder(environ: Mapping[str, str]) -> Path | None:
-    """None for a user without a home."""
-    given = environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(given):  # a relative one is to be ignored (XDG base directories)
-        return Path(given, "smoe-mp")
-    home = environ.get("HOME", "")
-    return Path(home, ".local/state/smoe-mp") if os.path.isabs(home) else None
 
 
 # --- reading -----------------------------------------------------------------------------------------------

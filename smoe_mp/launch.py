@@ -61,10 +61,10 @@ class PrivateSystem:
     def __init__(self, loaded: LoadedConfig) -> None:
         self.name = segments.check_name(loaded.config.name)
         child = _start(config.render(loaded))
-        self._end = weakref.finalize(self, _end, child, self.name, os.getpid())
+        self._end = weakref.finalize(self, end, child, self.name, os.getpid())
         self.pid = child.pid
         try:
-            self.lines = _await_ready(child)
+            self.lines = await_ready(child, "the private system")
         except BaseException:
             self.stop()
             raise
@@ -110,8 +110,9 @@ def private_system(
         chosen["workers.count"] = workers
     if ranks is not None:
         chosen["speculation.ranks"] = ranks
-    if histogram := chosen.get("prewarm.histogram"):
-        chosen["prewarm.histogram"] = str(Path(str(histogram)).expanduser().absolute())  # of a pipe's folder
+    for key in ("prewarm.histogram", "log.file"):
+        if given := chosen.get(key):
+            chosen[key] = str(Path(str(given)).expanduser().absolute())  # of a pipe's folder
     return PrivateSystem(config.for_model(path, name or models.private_name(path), settings=chosen))
 
 
@@ -137,8 +138,11 @@ def _start(text: str) -> subprocess.Popen[bytes]:
     return child
 
 
-def _await_ready(child: subprocess.Popen[bytes]) -> list[str]:
-    """The lines up to the one that says ready.  Raises what the child failed with, or that it stalls."""
+def await_ready(child: subprocess.Popen[bytes], what: str) -> list[str]:
+    """The lines up to the one that says ready; closes its stdout.
+
+    Raises what the child failed with, or that it stalls.  `what` it is, for messages.
+    """
     assert child.stdout is not None
     with child.stdout as pipe:
         text, moved, spent = b"", time.monotonic(), 0
@@ -146,13 +150,13 @@ def _await_ready(child: subprocess.Popen[bytes]) -> list[str]:
             if _readable(pipe, 1.0):
                 chunk = os.read(pipe.fileno(), CHUNK)
                 if not chunk:
-                    raise _failure(child)
+                    raise _failure(child, what)
                 text, moved = text + chunk, time.monotonic()
             elif (now_spent := _processor_ticks(child.pid)) != spent:
                 spent, moved = now_spent, time.monotonic()
             elif time.monotonic() - moved > STALL_S:
                 raise SmoeError(
-                    f"the private system (pid {child.pid}) is not ready and has not moved for {STALL_S:.0f}"
+                    f"{what} (pid {child.pid}) is not ready and has not moved for {STALL_S:.0f}"
                     f" s; it said: {'; '.join(_lines(text)) or 'nothing'}"
                 )
         return _lines(text)
@@ -178,7 +182,7 @@ def _processor_ticks(pid: int) -> int:
         return 0
 
 
-def _failure(child: subprocess.Popen[bytes]) -> SmoeError:
+def _failure(child: subprocess.Popen[bytes], what: str) -> SmoeError:
     """What a child that ended before it was ready failed with."""
     assert child.stderr is not None
     said = _lines(child.stderr.read())
@@ -187,11 +191,12 @@ def _failure(child: subprocess.Popen[bytes]) -> SmoeError:
     if errors:
         return _RAISED.get(code, SmoeError)(errors[-1])
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
-    return SmoeError(f"the private system {how}: {' '.join(said[-5:]) or 'it said nothing'}")
+    return SmoeError(f"{what} {how}: {' '.join(said[-5:]) or 'it said nothing'}")
 
 
-def _end(child: subprocess.Popen[bytes], name: str, owner: int) -> None:
-    """Stop the child in order and reap it.  In a forked process: nothing, it is the parent's."""
+def end(child: subprocess.Popen[bytes], name: str, owner: int) -> None:
+    """Stop the child in order and reap it.  In a forked process: nothing, it is the parent's.  `name`: the
+    ring's, "" where it is not known and what a child that had to be killed leaves is the next start's."""
     if os.getpid() != owner:
         return
     child.terminate()
@@ -205,7 +210,7 @@ def _end(child: subprocess.Popen[bytes], name: str, owner: int) -> None:
         if pipe is not None:
             pipe.close()
     killed = child.returncode is None or child.returncode < 0
-    if killed and child.returncode != -signal.SIGTERM:  # by that one: it had made nothing yet
+    if name and killed and child.returncode != -signal.SIGTERM:  # by that one: it had made nothing yet
         _clear(name)
 
 

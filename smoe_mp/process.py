@@ -25,6 +25,7 @@ from types import FrameType
 import zmq
 
 from smoe_mp.errors import SmoeError
+from smoe_mp.runtime import printable
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LINE_BYTES_MAX = 4096  # of a child's stderr; longer lines are cut
@@ -211,8 +212,7 @@ class Child:
             self._close_stderr()
 
     def _take_line(self, line: bytes) -> None:
-        text = line[:LINE_BYTES_MAX].decode(errors="replace").strip()
-        text = "".join(c if c.isprintable() else "?" for c in text)  # a path may hold terminal commands
+        text = printable(line[:LINE_BYTES_MAX].decode(errors="replace").strip())
         if text:
             self.tail.append(text)
             self._on_line(text)

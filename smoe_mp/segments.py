@@ -23,8 +23,9 @@ import mmap
 import os
 import re
 import resource
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,21 @@ def _unlink(name: str) -> None:
             posix_ipc.unlink_shared_memory(segment)
 
 
+def _check_ours(name: str) -> None:
+    """SegmentError where a segment of the ring belongs to another user, whose it stays: a group that may
+    write a ring may not take it over or remove it.  Root may, and where there is no /dev/shm the kernel
+    says it."""
+    for segment in segment_names(name):
+        with contextlib.suppress(FileNotFoundError):
+            uid = os.stat(f"/dev/shm{segment}").st_uid
+            if os.geteuid() not in (0, uid):
+                raise SegmentError(
+                    f"ring {name} (shared memory {segment}): nobody serves it, and it belongs to uid {uid},"
+                    f" not to uid {os.geteuid()}: that user or root may adopt or remove it; or choose another"
+                    " name"
+                )
+
+
 def _settled_state(name: str) -> int | None:
     """State of the ring of that name, None: there is none.  RingExists where a supervisor lives, or where
     it is not ours.  A half-made one gets a moment: its creator may be about to take the lock."""
@@ -184,7 +200,8 @@ def _state_words(state: int) -> str:
 
 def remove_orphan(name: str) -> None:
     """Remove a ring that no supervisor serves, or a data segment whose ring is gone.  RingExists where a
-    supervisor serves it after all."""
+    supervisor serves it after all, SegmentError where it is another user's."""
+    _check_ours(name)
     error = new_error()
     with contextlib.suppress(posix_ipc.ExistentialError):
         os.close(_claim(name))  # only a data segment is left: the name has to be ours to remove it
@@ -223,6 +240,20 @@ def _make_segment(name: str, ring: str) -> int:
         posix_ipc.unlink_shared_memory(name)
         raise
     return int(segment.fd)
+
+
+def _open_to_group(ring: str, fds: Iterable[int], gid: int | None) -> None:
+    """Have the group `gid` (None: nobody) share the segments with the descriptors `fds`, control first:
+    clients write into that one, but only the owner's workers into the data."""
+    if sys.platform == "darwin":  # where shared memory has neither, and nobody gets here with a group
+        return
+    try:
+        for fd, mode in zip(fds, (0o660, 0o640), strict=True):
+            if gid is not None:
+                os.fchown(fd, -1, gid)
+            os.fchmod(fd, 0o600 if gid is None else mode)
+    except OSError as error:
+        raise SegmentError(f"ring {ring}: cannot set who may open it: {error.strerror}") from error
 
 
 def _claim(ring: str) -> int:
@@ -390,9 +421,9 @@ class Segments:
         for index in np.flatnonzero(counts):
             lib.smoe_histogram_add(self.ring, int(index), int(counts[index]))
 
-    def set_counts(self, counts: npt.NDArray[np.uint32]) -> None:
-        """Set each expert's count, by expert index."""
-        for index, count in enumerate(counts.tolist()):
+    def set_counts(self, counts: Mapping[int, int]) -> None:
+        """Set experts' counts, by expert index."""
+        for index, count in counts.items():
             lib.smoe_histogram_set(self.ring, index, count)
 
     def named(self) -> bool:
@@ -550,9 +581,16 @@ class _Wanted:
     """The ring that is asked for, as C takes it; the number of slots may come later."""
 
     def __init__(
-        self, name: str, source: Source, t: tables.Tables, slot_bytes: int, settings: dict[str, int]
+        self,
+        name: str,
+        source: Source,
+        t: tables.Tables,
+        slot_bytes: int,
+        settings: dict[str, int],
+        *,
+        gid: int | None = None,
     ) -> None:
-        self.name, self.source = name, source
+        self.name, self.source, self.gid = name, source, gid
         self.native, self._keep = _native_tables(t)
         self._tables, self._slot_bytes, self._settings = t, slot_bytes, settings
 
@@ -587,6 +625,7 @@ def create(
     speculation_ranks: int = 0,
     read_align: int = 4096,
     verify: bool = False,
+    gid: int | None = None,
 ) -> Segments:
     """Make the ring `name` for `source`, or adopt the one that a dead supervisor left, and register this
     process as its supervisor.
@@ -594,7 +633,8 @@ def create(
     `slots`: 1 to 65535, or 0: as many as `size` says, and a ring that is adopted keeps its own.  `size` is
     called when a ring has to be made, after one that could not be adopted is gone, whose pages would count
     as use; what it raises is passed on.
-    `slot_bytes`: a multiple of 16384, None for the source's own.  Raises RingExists, SegmentSpaceError,
+    `slot_bytes`: a multiple of 16384, None for the source's own.  `gid`: a group whose members may attach,
+    None for nobody but this user; of a ring that is adopted too.  Raises RingExists, SegmentSpaceError,
     ConfigError or SegmentError, and then leaves nothing of its own behind.
     """
     check_name(name)
@@ -606,7 +646,7 @@ def create(
         "speculation_ranks": speculation_ranks,
         "verify": int(verify),
     }
-    wanted = _Wanted(name, source, t, choose_slot_bytes(t, slot_bytes), settings)
+    wanted = _Wanted(name, source, t, choose_slot_bytes(t, slot_bytes), settings, gid=gid)
     wanted.geometry(slots or 1)  # refuses impossible numbers before anything is touched
     replaced = ""
     for _ in range(3):
@@ -646,6 +686,7 @@ def _make(wanted: _Wanted, size: Callable[[], int], replaced: str) -> Segments:
         fds.append(data_fd)
         os.ftruncate(fds[0], control_bytes)
         os.ftruncate(data_fd, data_bytes)
+        _open_to_group(wanted.name, fds, wanted.gid)
         check(lib.smoe_create(fds[0], data_fd, geometry, wanted.native, error), error, wanted.name)
         held, lock = lock, -1
         ring = _supervise(wanted.name, held)
@@ -681,6 +722,7 @@ def _adopt(wanted: _Wanted, slots: int) -> Segments | str:
     state = _settled_state(wanted.name)
     if state is None:
         return ""
+    _check_ours(wanted.name)
     why = f"its state is {_state_words(state)}" if state >= 0 else _state_words(state)
     if state == STATES.index("live"):
         error = new_error()
@@ -701,11 +743,13 @@ def _adopt(wanted: _Wanted, slots: int) -> Segments | str:
             if code == 0:
                 lib.smoe_set_settings(ring, geometry)
                 lib.smoe_recover(ring, 1, ffi.NULL)
-                data = posix_ipc.SharedMemory(segment_names(wanted.name)[1], read_only=True)
+                fds = [posix_ipc.SharedMemory(s, read_only=True).fd for s in segment_names(wanted.name)]
                 try:
-                    return wanted.segments(ring, data.fd, adopted=True, replaced="")
+                    _open_to_group(wanted.name, fds, wanted.gid)
+                    return wanted.segments(ring, fds[1], adopted=True, replaced="")
                 finally:
-                    os.close(data.fd)
+                    for fd in fds:
+                        os.close(fd)
             why = _difference(code, error)
             lib.smoe_detach(ring)
     remove_orphan(wanted.name)

@@ -27,12 +27,13 @@ under "what the control plane asks" answer it with plain data; `events` tells it
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,13 +45,13 @@ from smoe_mp import histogram, segments
 from smoe_mp._native import CHANGES
 from smoe_mp.checking import Checking
 from smoe_mp.config import LoadedConfig
-from smoe_mp.errors import ConfigError, SmoeError
+from smoe_mp.errors import ConfigError, IdError, SmoeError
 from smoe_mp.fit import fit
 from smoe_mp.identity import Change, Watch
 from smoe_mp.pool import RETRY_S, Pool
 from smoe_mp.process import STOP_SIGNALS, Child, ExitWatch, Loop, SignalInbox, WatchPipe, end_all
 from smoe_mp.remote import Demand, Remote
-from smoe_mp.runtime import human_bytes, version
+from smoe_mp.runtime import group_id, human_bytes, version
 from smoe_mp.sources import Source, open_source
 
 READY_S = 60.0  # for all workers to register and open the files
@@ -60,6 +61,8 @@ KILL_S = 5.0  # after SIGKILL
 SAVE_S = 10.0  # for the popularity's file
 SWEEP_S = 1.0  # between looks for clients that died with holds
 WARNINGS_MAX = 100  # kept for status
+
+log = logging.getLogger(__name__)
 
 
 class Events(Protocol):
@@ -98,12 +101,12 @@ def _watch_parent(pid: int) -> ExitWatch:
 class Supervisor:
     """One system's life: `run` starts it, serves and returns when it has been stopped.
 
-    `say` receives one line a step.  `parent`: the pid of the process that started this one, whose end, in
-    whatever way, is this system's; 0: there is none to follow.
+    What it does is said to the log, a line a step.  `parent`: the pid of the process that started this one,
+    whose end, in whatever way, is this system's; 0: there is none to follow.
     """
 
-    def __init__(self, loaded: LoadedConfig, say: Callable[[str], None], parent: int = 0) -> None:
-        self._loaded, self._config, self._say = loaded, loaded.config, say
+    def __init__(self, loaded: LoadedConfig, parent: int = 0) -> None:
+        self._loaded, self._config = loaded, loaded.config
         self._parent, self._parent_watch = parent, None if parent == 0 else _watch_parent(parent)
         self._loop = Loop()
         self._workers = Pool(
@@ -139,8 +142,11 @@ class Supervisor:
         self._checking: Checking
         self._told: dict[str, object] = {}  # by event: what was told last
 
-    def run(self, open_control: Callable[[Supervisor], Control]) -> None:
-        """Start, serve until a stop signal or `request_stop`, and stop.  Main thread only.
+    def run(
+        self, open_control: Callable[[Supervisor], Control], on_ready: Callable[[], None] | None = None
+    ) -> None:
+        """Start, serve until a stop signal or `request_stop`, and stop.  Main thread only.  `on_ready` is
+        called once it serves.
 
         Nothing is left behind, whatever happens, save by SIGKILL.  Raises SmoeError when a step fails or a
         worker dies.
@@ -166,6 +172,8 @@ class Supervisor:
             self._check_interrupted()
             self._state, self._was_live = "live", True
             self._say(f'ready: attach with smoe_mp.attach("{self._config.name}")')
+            if on_ready is not None:
+                on_ready()
             self._serve()
         left = "left to the next `smoe-mp up`" if self._keep_ring else "removed"
         self._say(f"stopped: ring {self._config.name} {left}")
@@ -270,17 +278,20 @@ class Supervisor:
         self._remote.busy(lease_ms)
         return {"busy_clients": self._segments.busy_clients(), "lease_ms": self._remote.lease_ms()}
 
-    def histogram(self, action: str, path: str, first: int, most: int) -> dict[str, Any]:
-        """The popularity; "save", "import" and "reset" do that before.  Raises HistogramError where the file
-        cannot be written, ConfigError where one cannot be taken over."""
+    def histogram(
+        self, action: str, given: Sequence[tuple[int, int, int]], first: int, most: int
+    ) -> dict[str, Any]:
+        """The popularity; "save", "set" and "reset" do that before.  Raises HistogramError where the file
+        cannot be written, IdError for an expert that there is not."""
         ring, file = self._segments, self._histogram
         if action == "reset":
-            ring.set_counts(np.zeros(len(ring.pairs), np.uint32))
-        elif action == "import":
-            loaded = histogram.load(Path(path), self._fingerprint, ring.pairs, set_aside=False)
-            if loaded.histogram is None:
-                raise ConfigError("; ".join(loaded.notes) or f"histogram {path}: no such file")
-            ring.set_counts(loaded.histogram.counts)
+            ring.set_counts(dict.fromkeys(range(len(ring.pairs)), 0))
+        elif action == "set":
+            at = {pair: index for index, pair in enumerate(ring.pairs)}
+            for layer, expert, _ in given:
+                if (layer, expert) not in at:
+                    raise IdError(f"ring {ring.name}: there is no expert {expert} in layer {layer}")
+            ring.set_counts({at[layer, expert]: count for layer, expert, count in given})
         counts = ring.histogram()
         if action == "save" and file is not None:
             histogram.save(file, self._fingerprint, ring.pairs, counts)
@@ -437,6 +448,7 @@ class Supervisor:
             speculation_ranks=config.speculation.ranks,
             verify=config.vault.verify,
             read_align=segments.read_align(self._probes),
+            gid=group_id(config.access.group),
         )
         undo.callback(self._end_ring)
         for number, probe in enumerate(self._probes):
@@ -565,9 +577,9 @@ class Supervisor:
     def _child_said(self, who: str) -> Callable[[str], None]:
         def said(line: str) -> None:
             if line.startswith("warning: "):
-                self._warn(f"{who}: {line.removeprefix('warning: ')}")
+                self._warn(f"{who}: {line.removeprefix('warning: ')}", child=who)
             else:
-                self._say(f"{who}: {line.removeprefix('smoe-worker: ')}")
+                self._say(f"{who}: {line.removeprefix('smoe-worker: ')}", child=who)
 
         return said
 
@@ -596,7 +608,7 @@ class Supervisor:
         self._look_soon = True  # it may have found another file where its own was
         self._recover()
         if self._workers.failing:
-            self._say(f"error: workers keep dying: {self._health()}")
+            self._say(f"workers keep dying: {self._health()}", logging.ERROR)
             self._give_up_unserved()
 
     def _prewarm_died(self, epitaph: str) -> None:
@@ -665,7 +677,7 @@ class Supervisor:
         self._segments.set_changed(change.file, sum(CHANGES[what] for what in change.what))
         text = f"{change.text}; nothing is served any more: stop this system and start it anew"
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]
-        self._say(f"error: {text}")
+        self._say(text, logging.ERROR)
         self._emit("error", {"text": text})
 
     def _on_parent_end(self) -> None:
@@ -693,7 +705,7 @@ class Supervisor:
             child.send(signal.SIGTERM)
         children = [*self._workers.all, *helpers]
         for child in end_all(children, self._loop, GRACE_S, TERM_S, KILL_S):
-            self._say(f"warning: {child.label} (pid {child.pid}) cannot be ended: its read hangs")
+            self._say(f"{child.label} (pid {child.pid}) cannot be ended: its read hangs", logging.WARNING)
         for child in children:
             child.close()
 
@@ -735,9 +747,13 @@ class Supervisor:
             queues, census = self._segments.queues(), self._segments.census()
             self._emit("stats", {**self._figures(), "queues": queues, "census": census})
 
-    def _warn(self, text: str) -> None:
+    def _say(self, text: str, level: int = logging.INFO, **fields: object) -> None:
+        """A line of the log; `fields` are its own in JSON."""
+        log.log(level, "%s", text, extra={"fields": fields})
+
+    def _warn(self, text: str, **fields: object) -> None:
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]  # for months, not for ever
-        self._say(f"warning: {text}")
+        self._say(text, logging.WARNING, **fields)
         self._emit("warning", {"text": text})
 
 

@@ -25,7 +25,7 @@ from msgspec import Struct
 from smoe_mp.control import protocol
 from smoe_mp.control.commands import Command
 from smoe_mp.errors import ControlError, NoAnswer, NoSuchRing, Refused
-from smoe_mp.runtime import check_runtime_folder, is_served, socket_path
+from smoe_mp.runtime import check_reachable, is_served, socket_path
 from smoe_mp.segments import check_name
 
 R = TypeVar("R", bound=Struct)
@@ -35,14 +35,14 @@ class ControlClient:
     """Asks the supervisor of the ring `name`; `timeout_ms` bounds each call.
 
     For one thread at a time.  Works again after the supervisor was restarted, and in a forked child.
-    Raises ConfigError where the run-time folder is not to be trusted.
+    Raises ConfigError where the run-time folder is not to be trusted, ControlError where the socket is not
+    open to this user.
     """
 
     def __init__(self, name: str, *, timeout_ms: int = 5000) -> None:
         self.name, self.timeout_ms = name, timeout_ms
         self.path = socket_path(name)
-        if self.path.parent.exists():
-            check_runtime_folder(self.path.parent)
+        check_reachable(self.path)
         self._pid = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -130,8 +130,9 @@ class ControlClient:
 
 def check_served(name: str) -> None:
     """Raise NoSuchRing where nobody serves the ring `name`, ConfigError where that is no name."""
-    check_name(name)
-    if not is_served(socket_path(name)):
+    path = socket_path(check_name(name))
+    check_reachable(path)
+    if not is_served(path):
         raise NoSuchRing(no_ring(name))
 
 

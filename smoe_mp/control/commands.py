@@ -67,7 +67,9 @@ class System(Protocol):
     def busy(self, lease_ms: int) -> dict[str, Any]:
         """A request begins, or (0) ends; the fields of `BusyResult`."""
 
-    def histogram(self, action: str, path: str, first: int, most: int) -> dict[str, Any]:
+    def histogram(
+        self, action: str, counts: list[tuple[int, int, int]], first: int, most: int
+    ) -> dict[str, Any]:
         """Look at the popularity or change it; the fields of `HistogramResult`."""
 
     def verify(self, action: str) -> dict[str, Any]:
@@ -197,9 +199,9 @@ class BusyResult(Struct, frozen=True):
 class ExpertCount(Struct, frozen=True, array_like=True):
     """`[layer, expert, count]`."""
 
-    layer: int
-    expert: int
-    count: int
+    layer: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    expert: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    count: Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class HistogramResult(Struct, frozen=True):
@@ -422,10 +424,10 @@ class Idle(Command[BusyResult], tag="idle", frozen=True, kw_only=True):
 
 class Histogram(Command[HistogramResult], tag="histogram", frozen=True, kw_only=True):
     """Look at the experts' popularity (`get`: `most` experts from place `first` on), `save` it to its file
-    now, `import` the counts of another file of this model in place of its own, or `reset` it to none."""
+    now, `set` the `counts` of some experts, or `reset` all to none."""
 
-    action: Literal["get", "save", "import", "reset"] = "get"
-    path: Annotated[str, Meta(max_length=4096)] = ""
+    action: Literal["get", "save", "set", "reset"] = "get"
+    counts: Annotated[list[ExpertCount], Meta(max_length=20_000)] = []
     first: Annotated[int, Meta(ge=0)] = 0
     most: Annotated[int, Meta(ge=0, le=20_000)] = 20
 
@@ -434,9 +436,10 @@ class Histogram(Command[HistogramResult], tag="histogram", frozen=True, kw_only=
     example = "smoe-mp histogram show smoe-demo"
 
     def run(self, system: System, control: dict[str, int]) -> HistogramResult:
-        if (self.action == "import") != bool(self.path):
-            raise ConfigError("histogram: import takes a path, the other actions do not")
-        done = system.histogram(self.action, self.path, self.first, self.most)
+        if (self.action == "set") != bool(self.counts):
+            raise ConfigError("histogram: set takes counts, the other actions do not")
+        counts = [(row.layer, row.expert, row.count) for row in self.counts]
+        done = system.histogram(self.action, counts, self.first, self.most)
         return msgspec.convert(done, HistogramResult)
 
 

@@ -19,7 +19,6 @@ events that nobody listens to.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -32,8 +31,9 @@ import zmq
 from msgspec import Struct
 
 from smoe_mp.control.protocol import MESSAGE_BYTES_MAX, VERSION
+from smoe_mp.control.sockets import bind
 from smoe_mp.errors import ControlError
-from smoe_mp.runtime import check_runtime_folder, socket_path
+from smoe_mp.runtime import check_reachable, socket_path
 
 EVENTS = ("state", "worker", "warning", "error", "prewarm", "verify", "stats")
 QUEUE_MAX = 256  # events that wait for one subscriber
@@ -58,7 +58,7 @@ def events_path(control: Path) -> Path:
 class Publisher:
     """The sending side, inside the supervisor.  Raises ControlError if the socket cannot be made."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path, gid: int | None = None) -> None:
         self.path = path
         self._seq: Counter[str] = Counter()
         self._topics: set[bytes] = set()
@@ -67,11 +67,10 @@ class Publisher:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MAX)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 4096)  # what comes in is subscriptions
         try:
-            self._socket.bind(f"ipc://{path}")
-            os.chmod(path, 0o600)
-        except (zmq.ZMQError, OSError) as error:
+            bind(self._socket, path, gid, "event socket")
+        except ControlError:
             self._socket.close(linger=0)
-            raise ControlError(f"event socket {path}: bind: {error.strerror}") from error
+            raise
 
     @property
     def pollable(self) -> zmq.Socket[bytes]:
@@ -117,8 +116,7 @@ class EventStream:
 
     def __init__(self, name: str, events: tuple[str, ...] = ()) -> None:
         path = events_path(socket_path(name))
-        if path.parent.exists():
-            check_runtime_folder(path.parent)
+        check_reachable(path)
         self.lost = 0
         self._seen: dict[str, int] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -91,7 +91,10 @@ def _result(struct: type[Struct]) -> str:
 
 
 def _default(field: Any) -> str:
-    return "" if field.required else f"`{msgspec.json.encode(field.default).decode()}`"
+    if field.required:
+        return ""
+    made = field.default_factory is not msgspec.NODEFAULT
+    return f"`{msgspec.json.encode(field.default_factory() if made else field.default).decode()}`"
 
 
 def _type(annotation: Any) -> str:
@@ -115,6 +118,8 @@ def _type(annotation: Any) -> str:
         return "`[layer, expert]`"
     if origin in (Union, types.UnionType):
         return " or ".join(_type(a) for a in args)
+    if isinstance(annotation, type) and issubclass(annotation, Struct):
+        return inspect.getdoc(annotation) or annotation.__name__
     return {int: "whole number", str: "text", bool: "true or false", type(None): "null"}.get(
         annotation, str(annotation)
     )

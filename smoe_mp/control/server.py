@@ -1,6 +1,7 @@
 """The serving side: a ROUTER socket in the run-time folder, handled inside the supervisor's loop.
 
-Closed by default: ipc only, socket mode 0600 in a 0700 folder.  Whatever is no request of ours is counted,
+Closed by default: ipc only, socket mode 0600 in a 0700 folder, or 0660 and 0750 of the group of [access].
+Whatever is no request of ours is counted,
 answered with a typed error where it can be addressed, and changes nothing; libzmq itself ends a connection
 that sends a frame of more than 1 MiB.  Nothing here waits: a reply to an asker that does not read is dropped
 and counted, and a command that takes time is looked at again each millisecond while there is one.
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from msgspec import Struct
 from smoe_mp.control import protocol
 from smoe_mp.control.commands import COMMANDS, AnyCommand, Later, System
 from smoe_mp.control.events import Publisher, events_path
+from smoe_mp.control.sockets import bind
 from smoe_mp.errors import ControlError, SmoeError
 from smoe_mp.runtime import is_served
 
@@ -45,12 +46,13 @@ class _Pending:
 
 
 class ControlServer:
-    """Serves `system` on the socket at `path`, and its events on the one beside it.
+    """Serves `system` on the socket at `path`, and its events on the one beside it: for this user alone, or
+    for the group `gid` too.
 
     Raises ControlError if the socket is served by somebody else or cannot be made.
     """
 
-    def __init__(self, path: Path, system: System) -> None:
+    def __init__(self, path: Path, system: System, gid: int | None = None) -> None:
         if is_served(path):
             raise ControlError(f"control socket {path}: another process serves it; stop that one first")
         self.path = path
@@ -64,21 +66,17 @@ class ControlServer:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
-            self._bind()
-            self.events = Publisher(self._context, events_path(path))
+            self._bind(gid)
+            self.events = Publisher(self._context, events_path(path), gid)
         except BaseException:
             self.close()
             raise
 
-    def _bind(self) -> None:
+    def _bind(self, gid: int | None) -> None:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an undeliverable reply is an error, to be counted
-        try:
-            self._socket.bind(f"ipc://{self.path}")
-            os.chmod(self.path, 0o600)
-        except (zmq.ZMQError, OSError) as error:
-            raise ControlError(f"control socket {self.path}: bind: {error.strerror}") from error
+        bind(self._socket, self.path, gid, "control socket")
 
     @property
     def pollable(self) -> zmq.Socket[bytes]:
@@ -127,7 +125,7 @@ class ControlServer:
         self.counters["requests"] += 1
         asker, rest = frames[0], frames[1:]
         envelope = [asker, b""] if len(rest) > 1 and not rest[0] else [asker]
-        until = float("inf")
+        until, command = float("inf"), None
         try:
             command = self._read(rest[len(envelope) - 1 :])
             until = arrived + command.deadline_ms / 1000
@@ -137,6 +135,8 @@ class ControlServer:
             reply = protocol.write_error(bad.id, bad.type, str(bad))
         if reply is None:
             return
+        what = type(command).__name__.lower() if command else "no command"
+        log.debug("control: %s: %.1f ms", what, (time.monotonic() - arrived) * 1000)
         if time.monotonic() > until:
             self.counters["late"] += 1
             return

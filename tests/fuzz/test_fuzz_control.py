@@ -84,9 +84,9 @@ def odd(rng: random.Random, depth: int = 0) -> Any:
         case 3:
             return rng.choice(list(COMMANDS))
         case 4:
-            return rng.choice(["start", "stop", "run", "pause", "trickle", "get", "reset", "import"])
+            return rng.choice(["start", "stop", "run", "pause", "trickle", "get", "reset", "set"])
         case 5:
-            return [[rng.randrange(99), rng.randrange(99)] for _ in range(rng.randrange(4))]
+            return [[rng.randrange(99) for _ in range(rng.choice((2, 3)))] for _ in range(rng.randrange(4))]
         case 6:
             return rng.randrange(1, 128)
         case 7:
@@ -101,7 +101,7 @@ FIELDS = (
     "action",
     "trickle_ms",
     "lease_ms",
-    "path",
+    "counts",
     "first",
     "most",
     "resume",
@@ -150,9 +150,10 @@ def judge(replies: list[dict[str, Any]], system: Recorder) -> None:
             case "prewarm", (action, trickle):
                 assert action in ("run", "pause", "resume", "trickle")
                 assert trickle is None or 0 <= trickle <= 60_000
-            case "histogram", (action, path, first, most):
-                assert action in ("get", "save", "import", "reset")
-                assert len(path) <= 4096
+            case "histogram", (action, counts, first, most):
+                assert action in ("get", "save", "set", "reset")
+                assert bool(counts) == (action == "set")
+                assert all(0 <= count < 2**32 for _, _, count in counts)
                 assert first >= 0
                 assert 0 <= most <= 20_000
             case "verify", (action,):

@@ -7,11 +7,13 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -129,14 +131,41 @@ def assert_nothing_left(name: str) -> None:
     assert not runtime.socket_path(name).exists()
 
 
-class System:
-    """A running `smoe-mp up`: `lines` are what it printed up to ready."""
+@dataclass(frozen=True)
+class User:
+    """Another user, whom root can be: of a group with the number of the uid, and of one more."""
 
-    def __init__(self, name: str, config: Path, flags: tuple[str, ...], errors: Path) -> None:
+    uid: int
+    team: int
+
+    def prefix(self) -> list[str]:
+        """Words before a command that have it run as that user, with the same pid.
+
+        Where this Python lies in a folder that is closed to others, as in root's home, it does so in a mount
+        namespace of its own, in which that folder holds nothing but this Python and may be entered.
+        """
+        words = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", f"--groups={self.team}"]
+        python = Path(sys.base_prefix).resolve()
+        closed = [p for p in python.parents if not p.stat().st_mode & 0o001]
+        if not closed:
+            return words
+        # An empty folder takes the place of the outermost closed one, with the same path to Python in it.
+        mounts = 'mount --bind "$1" /mnt && mount -t tmpfs -o mode=755 tmpfs "$2" &&'
+        mounts += ' (umask 022 && mkdir -p "$1") && mount --move /mnt "$1" && shift 2 && exec "$@"'
+        return ["unshare", "-m", "sh", "-c", mounts, "sh", str(python), str(closed[-1]), *words]
+
+
+class System:
+    """A running `smoe-mp up`: `lines` are what it printed up to ready.  `before`: words before the command,
+    of a program that becomes it (`User.prefix`)."""
+
+    def __init__(
+        self, name: str, config: Path, flags: tuple[str, ...], errors: Path, before: Sequence[str] = ()
+    ) -> None:
         self.name, self.config, self._errors = name, config, errors
         with errors.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "smoe_mp", "up", str(config), *flags],
+                [*before, sys.executable, "-m", "smoe_mp", "up", str(config), *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=sink,
@@ -146,7 +175,7 @@ class System:
         self.lines = []
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
-            if line.startswith("ready: "):
+            if re.search('(^|")ready: ', line):  # as text, or in JSON
                 return
         raise AssertionError(f"not ready: {self.lines}: {self.errors()}")
 

@@ -20,6 +20,7 @@ from smoe_mp.control.commands import (
     Busy,
     Demand,
     Drain,
+    ExpertCount,
     Histogram,
     Idle,
     Prewarm,
@@ -157,9 +158,11 @@ def test_histogram_of_a_running_system(up: Up, ring_name: str, tmp_path: Path) -
     saved = system.ask(Histogram(action="save"))
     assert Path(saved.path).read_bytes() == out.read_bytes()
     for bad in (tmp_path / "none.bin", Path(__file__)):
-        with pytest.raises(Refused, match=bad.name):
-            system.ask(Histogram(action="import", path=str(bad)))
+        failed = smoe_mp("histogram", "import", ring_name, bad)
+        assert (failed.returncode, bad.name in failed.stderr) == (2, True)
     assert Path(__file__).exists()  # a file of somebody's is not set aside
+    with pytest.raises(Refused, match="no expert 9 in layer 7"):
+        system.ask(Histogram(action="set", counts=[ExpertCount(0, 0, 5), ExpertCount(7, 9, 1)]))
     assert system.ask(Histogram()).total == 4
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -276,19 +275,6 @@ def test_what_down_says() -> None:
     assert cli._stopped(done) == "r: stopped after 1 min 15 s; hit rate 50.0%, 3 MiB read"
     idle = StopResult("r", 12, 2.0, {}, None)
     assert cli._stopped(idle) == "r: stopped after 2.0 s; no demand, 0 B read"
-
-
-def test_a_reader_that_went_away_does_not_end_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_fd, write_fd = os.pipe()
-    os.close(read_fd)
-    with os.fdopen(write_fd, "w") as closed:
-        monkeypatch.setattr(sys, "stdout", closed)
-        say = cli._line_printer()
-        say("one")
-        say("two")
-
-
-# --- a model in place of a configuration --------------------------------------------------------------------
 
 
 @pytest.fixture

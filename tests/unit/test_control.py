@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import json
 import os
 import pickle
@@ -116,9 +118,9 @@ class FakeSystem:
     def busy(self, lease_ms: int) -> dict[str, Any]:
         return {"busy_clients": [0] if lease_ms else [], "lease_ms": lease_ms}
 
-    def histogram(self, action: str, path: str, first: int, most: int) -> dict[str, Any]:
+    def histogram(self, action: str, counts: list[Any], first: int, most: int) -> dict[str, Any]:
         rows = [(0, e, 9 - e) for e in range(first, min(first + most, 3))]
-        facts = {"experts": 3, "counted": 3, "total": 24, "path": path, "fingerprint": "00"}
+        facts = {"experts": 3, "counted": 3, "total": 24, "path": "", "fingerprint": "00"}
         return {**facts, "most_popular": rows}
 
     def verify(self, action: str) -> dict[str, Any]:
@@ -553,11 +555,12 @@ def test_the_folder_is_made_private(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert runtime.make_runtime_folder() == made
 
 
-def test_an_open_folder_is_refused(folder: Path) -> None:
-    folder.chmod(0o750)
-    with pytest.raises(ConfigError, match=r"mode 0750, open to others"):
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o704, 0o720])
+def test_an_open_folder_is_refused(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}, open to others"):
         runtime.make_runtime_folder()
-    with pytest.raises(ConfigError, match=r"mode 0750"):
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}"):
         ControlClient(NAME)
 
 
@@ -578,17 +581,94 @@ def test_another_owner_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     with pytest.raises(ConfigError, match=f"belongs to uid {uid}, not to uid {uid + 1}"):
         runtime.make_runtime_folder()
+    with pytest.raises(ConfigError, match=f"belongs to uid {uid}, not to uid {uid + 1}"):
+        ControlClient(NAME)
 
 
-def test_a_deep_folder_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    fits = "/" + "d" * (runtime.SOCKET_PATH_MAX - len("//0123456789abcdef.ctl"))
-    monkeypatch.setenv("SMOE_RUNTIME_DIR", fits)
-    assert len(str(runtime.socket_path(NAME))) == runtime.SOCKET_PATH_MAX
-    monkeypatch.setenv("SMOE_RUNTIME_DIR", fits + "d")
-    with pytest.raises(ConfigError, match="set SMOE_RUNTIME_DIR to a shorter folder"):
-        runtime.socket_path(NAME)
+def test_another_owners_folder_of_a_group_of_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client takes it where it was named, and only if it was opened to the group; a supervisor never."""
+    uid, gid = os.geteuid(), folder.stat().st_gid
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    folder.chmod(0o750)
+    ControlClient(NAME).close()
+    with pytest.raises(ConfigError, match="belongs to uid"):
+        runtime.make_runtime_folder()
+    folder.chmod(0o710)  # not as we make them
+    with pytest.raises(ConfigError, match="belongs to uid"):
+        ControlClient(NAME)
+    folder.chmod(0o750)
+    monkeypatch.setattr(runtime, "own_groups", lambda: {gid + 1})
+    with pytest.raises(ConfigError, match="belongs to uid"):
+        ControlClient(NAME)
 
 
-def test_sizes_for_people() -> None:
-    shown = [runtime.human_bytes(n) for n in (0, 1023, 1024, 1536, 48 << 20, 5 << 40)]
-    assert shown == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "48 MiB", "5.0 TiB"]
+def test_a_default_folder_of_another_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger can foresee its name, and a group in common must not be enough."""
+    monkeypatch.delenv("SMOE_RUNTIME_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    (folder / "smoe-mp").mkdir()
+    (folder / "smoe-mp").chmod(0o750)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(ConfigError, match="belongs to uid"):
+        ControlClient(NAME)
+
+
+def test_a_folder_for_a_group(folder: Path) -> None:
+    gid = folder.stat().st_gid
+    runtime.make_runtime_folder(gid)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+    runtime.make_runtime_folder()  # a system without a group may serve beside it
+    runtime.make_runtime_folder(gid)
+    with pytest.raises(ConfigError, match=f"is open to group .*, and access.group is {gid + 7777}"):
+        runtime.make_runtime_folder(gid + 7777)
+    assert folder.stat().st_gid == gid
+
+
+def test_a_folder_that_the_group_cannot_reach(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As below /run/user/UID: the option would do nothing."""
+    monkeypatch.setenv("SMOE_RUNTIME_DIR", str(folder / "x"))
+    gid = folder.stat().st_gid
+    with pytest.raises(
+        ConfigError, match=f"cannot reach the run-time folder {folder}/x: {folder} has mode 0700"
+    ):
+        runtime.make_runtime_folder(gid)
+    folder.chmod(0o710)
+    runtime.make_runtime_folder(gid)
+
+
+def test_the_socket_is_never_open_wider(
+    folder: Path, system: FakeSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the moment between bind and chmod either, whatever the umask."""
+    old = os.umask(0)
+    try:
+        monkeypatch.setattr(os, "chmod", lambda path, mode: None)
+        with contextlib.closing(ControlServer(runtime.socket_path(NAME), system)) as made:
+            assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
+        assert os.umask(0) == 0
+        monkeypatch.undo()
+        monkeypatch.setenv("SMOE_RUNTIME_DIR", str(folder))
+        gid = folder.stat().st_gid
+        with contextlib.closing(ControlServer(runtime.socket_path(NAME), system, gid)) as made:
+            assert stat.S_IMODE(made.path.stat().st_mode) == 0o660
+            assert made.path.stat().st_gid == gid
+    finally:
+        os.umask(old)
+
+
+@pytest.mark.parametrize("group", ["no-such-group-at-all", "-1", "1.5"])
+def test_no_such_group(group: str) -> None:
+    with pytest.raises(ConfigError, match=f'access.group = "{group}": no such group'):
+        runtime.group_id(group)
+
+
+def test_whose_group_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = grp.getgrgid(os.getegid())
+    assert runtime.group_id("") is None
+    assert runtime.group_id(own.gr_name) == runtime.group_id(str(own.gr_gid)) == own.gr_gid
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert runtime.group_id(own.gr_name) == own.gr_gid
+    monkeypatch.setattr(runtime, "own_groups", lambda: {4712})
+    with pytest.raises(ConfigError, match=r"uid 4711 is not in it, .* its groups are 4712"):
+        runtime.group_id(own.gr_name)
