@@ -152,7 +152,7 @@ int64_t smoe_trace_read(const smoe_ring *r, int pass_over, uint64_t *position, u
             bool overtaken = atomic_load_explicit(&r->hot->trace_head, memory_order_relaxed) - to > SMOE_TRACE_CELLS;
             if (overtaken)
                 continue;
-            if (!pass_over)
+            if (!pass_over || got)
                 return got;
             pass_over = 0;
             to = next_first(r, to, head);

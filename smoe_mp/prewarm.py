@@ -36,7 +36,7 @@ from smoe_mp.segments import PREWARM_STATES, PREWARM_WORDS, STATES, read_histogr
 SAVE_EVERY_S = 60.0
 #: Guesses of ours that may wait at a time, so that a demand that turns up finds the workers free soon.
 QUEUE_MOST = 4
-#: Turns that one expert is tried again for while the ring gives no slot for a guess.
+#: How often one expert is tried for while the ring gives no slot for a guess.
 TRIES_MOST = 250
 LOOK_MS = 1000
 
@@ -128,12 +128,12 @@ class Prewarmer:
         self._say("goal", len(order))
         self._say("done", 0)
         for done, index in enumerate(order, 1):
-            for _ in range(TRIES_MOST):
-                if self._resident(int(index)):
-                    break
+            tries = 0
+            while tries < TRIES_MOST and not self._resident(int(index)):
                 self._say("state", _RUNS)
-                if lib.smoe_queue_length(self._ring, 1) < QUEUE_MOST:
+                if lib.smoe_queue_length(self._ring, 1) < QUEUE_MOST:  # else the disk is slow: no refusal
                     self._guess(int(index))
+                    tries += 1
                 yield int(index)
             self._say("done", done)
 

@@ -255,7 +255,7 @@ def end_all(
         for child in left:
             if number is not None:
                 child.send(number)
-                child.send(signal.SIGCONT)  # a stopped one hears of it only when it goes on
+            child.send(signal.SIGCONT)  # a stopped one hears of anything only when it goes on
         if loop.wait_until(gone, limit_s):
             break
     return left

@@ -650,13 +650,14 @@ def create(
     wanted.geometry(slots or 1)  # refuses impossible numbers before anything is touched
     replaced = ""
     for _ in range(3):
-        try:
-            return _make(wanted, size or (lambda: slots), replaced)
-        except posix_ipc.ExistentialError:
-            found = _adopt(wanted, slots)
-            if isinstance(found, Segments):
-                return found
-            replaced = found
+        with contextlib.suppress(NoSuchRing):  # somebody else removed it between two looks
+            try:
+                return _make(wanted, size or (lambda: slots), replaced)
+            except posix_ipc.ExistentialError:
+                found = _adopt(wanted, slots)
+                if isinstance(found, Segments):
+                    return found
+                replaced = found
     raise RingExists(f"ring {name} (shared memory {segment_names(name)[0]}): somebody else is making it")
 
 

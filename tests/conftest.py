@@ -1,11 +1,22 @@
-"""What all tests share: the folder ../shared, and made-up sources of experts."""
+"""What all tests share: the folder ../shared, made-up sources of experts, and signals as a terminal's job has
+them."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 from support import SHARED, StampedSource, stamped_source
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores SIGINT, and one under nohup SIGHUP; so would their children, to whom
+    tests send both.  What is caught here is the default in a child."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from systems import System, Up, until
+from systems import System, Up, wait_prewarmed
 from systems import smoe_mp as run
 
 import smoe_mp
@@ -62,9 +62,9 @@ def test_the_popularity_of_one_run_spares_the_next_ones_first_token_reads(
 
     def start() -> System:
         system = up(vault=tiny / "tiny.smoe", slots=256, workers=4, more="prewarm.trickle_ms = 0\n")
-        until(lambda: system.look().prewarm.state == "idle", "prewarm is done")
-        assert system.look().prewarm.done == prewarmed
-        assert system.look().counters["guesses"] == prewarmed
+        status = wait_prewarmed(system)
+        assert status.prewarm.done == prewarmed
+        assert status.counters["guesses"] == prewarmed
         return system
 
     first = first_token(start(), tiny)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import Served, grid_source, serve
+from support import SHM, Served, grid_source, ring_name, serve
 
 import smoe_mp
 from smoe_mp._native import lib
@@ -85,8 +85,8 @@ def assert_exact(served: Served, trace: Trace) -> list[bool]:
 @pytest.fixture
 def vault(tmp_path: Path) -> Iterator[Path]:
     """A file in memory where that is to be had: what is measured here is order, not reading."""
-    path = Path("/dev/shm") / f"{tmp_path.parent.name}-{tmp_path.name}.vault"
-    if not path.parent.is_dir():
+    path = SHM / f"{ring_name()}.vault"
+    if not SHM.is_dir():
         path = tmp_path / "vault"
     yield path
     path.unlink(missing_ok=True)

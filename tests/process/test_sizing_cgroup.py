@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support import LIMIT_S, until
 
 from smoe_mp.errors import SegmentSpaceError
 
 LIMIT_MB = 256
-LIMIT_S = 60  # a bound for what always happens, so that a fault ends the test
 
 ENTER = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
 CHILD = """
@@ -81,10 +81,7 @@ def group() -> Iterator[Path]:
             tried.append(f"{made / limit}: {error.strerror}")
             continue
         yield made
-        deadline = time.monotonic() + LIMIT_S
-        while not _removed(made):
-            assert time.monotonic() < deadline, f"cannot be removed: {made}"
-            time.sleep(0.01)
+        until(partial(_removed, made), "an end of the cgroup")
         return
     pytest.skip(f"no memory cgroup, v1 or v2, can be made here: {'; '.join(tried) or 'none is mounted'}")
 

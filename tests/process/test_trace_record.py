@@ -21,7 +21,6 @@ from smoe_mp._native import lib
 from smoe_mp.errors import IdError, RingError
 from smoe_mp.trace import BUSY, DEMAND, GUESS, IDLE, KINDS, THERE, Recorder, Trace, read_trace
 
-pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 EXPERTS = 24
 Row = tuple[str, int, list[int]]
 
@@ -116,7 +115,10 @@ def start_client(name: str, seed: int, threads: int, times: int) -> tuple[subpro
     return process, int(process.stdout.readline())
 
 
-def test_two_clients_of_two_threads_each_demand_once_and_in_order(up: Up, ring_name: str, made: Path) -> None:
+def test_two_clients_of_two_threads_each_demand_once_and_in_order(
+    up: Up, ring_name: str, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorder, "GRACE_S", LIMIT_S)  # nobody dies, but a machine may stand
     times = 400
     up(vault=made, slots=20, more=QUIET)
     clients = [start_client(ring_name, seed, 2, times) for seed in (1, 2)]
@@ -183,7 +185,7 @@ def test_a_killed_recorder_leaves_nothing_on(up: Up, ring_name: str, made: Path,
 
 def test_a_killed_client_costs_its_last_record_at_most(up: Up, ring_name: str, made: Path) -> None:
     up(vault=made, slots=20, more=QUIET)
-    process, who = start_client(ring_name, 7, 1, 1_000_000)
+    process, who = start_client(ring_name, 7, 1, 20_000)  # all in all less than the log holds
     assert process.stdin is not None
     with Recorder(ring_name) as recorder:
         process.stdin.write("\n")
@@ -244,6 +246,7 @@ def test_prewarm_is_seen_too(up: Up, ring_name: str, tmp_path: Path) -> None:
                 ring.fetch(0, popular).release()
             for first in (0, 130):
                 ring.fetch(0, range(first, first + 70)).release()
+            until(lambda: "busy" in system.look().prewarm.state, "prewarm seeing the request")
         until(lambda: all(ring.resident(0, x) for x in popular), "prewarm")
     guesses = recorder.trace.kind == GUESS
     last = recorder.trace.kind.tolist().index(IDLE)

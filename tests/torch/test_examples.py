@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,14 +24,13 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="needs torch")
 transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
 
+from support import LIMIT_S  # noqa: E402
 from wordmodels import prompted, resident, write_words  # noqa: E402
 
 from smoe_mp.transformers import load_tokenizer  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
-LIMIT_S = 120  # a bound for what always happens, so that a fault ends the test
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +86,21 @@ def test_two_engines_one_ring(words: Path) -> None:
     assert done.stdout.count(continued(words, "Once", 8) + "\n[") == 2
 
 
+def free_port() -> int:
+    """A port that nobody has, below those that the system gives to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 @pytest.fixture
 def endpoint(words: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The example's server and its address."""
     for name in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(name, reason=f"needs {name}, for transformers' server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(EXAMPLES / "openai_endpoint.py"), str(words), "--slots", "20"]
     server = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port)],

@@ -23,7 +23,7 @@ transformers: Any = pytest.importorskip("transformers", reason="needs transforme
 pytest.importorskip("jinja2", reason="needs jinja2, for chat templates")
 
 import tinymodels  # noqa: E402
-from support import SHM, shm_of  # noqa: E402
+from support import LIMIT_S, SHM, shm_of  # noqa: E402
 from trained import write_trained  # noqa: E402
 from wordmodels import TEMPLATE, prompted, resident, write_words  # noqa: E402
 
@@ -32,9 +32,15 @@ from smoe_mp import run as running  # noqa: E402
 from smoe_mp.launch import PrivateSystem, private_system  # noqa: E402
 from smoe_mp.run import Conversation, Sampling, Speaker  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
 
-LIMIT_S = 120  # a bound for what always happens, so that a fault ends the test
+def own(kind: str) -> str:
+    """The name of a model's folder, and so of its private rings, that no other process uses."""
+    return f"{kind}{os.getpid()}"
+
+
+def rings_of(kind: str) -> list[str]:
+    """What lies in shared memory of such a model's rings."""
+    return [p.name for p in SHM.glob(f"smoe.{own(kind)}-*")]
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +53,21 @@ def folder() -> Iterator[Path]:
         patch.setenv("SMOE_RUNTIME_DIR", path)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield Path(path)
-    assert not [p.name for p in SHM.glob("smoe.words-*")]
+    assert rings_of("words") == []
 
 
 @pytest.fixture(scope="module")
 def bytewise(folder: Path) -> Path:
     """A random Qwen3-MoE of 256 tokens, without a tokenizer, that never stops by itself."""
     return tinymodels.write(
-        "qwen3_moe", folder / "bytewise", torch.float32, vocab_size=256, max_position_embeddings=100_000
+        "qwen3_moe", folder / own("bytes"), torch.float32, vocab_size=256, max_position_embeddings=100_000
     )
 
 
 @pytest.fixture(scope="module")
 def words(folder: Path) -> Path:
     """Another with a byte-level tokenizer and a chat template."""
-    return write_words(folder / "words")
+    return write_words(folder / own("words"))
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +349,7 @@ def test_a_conversation_on_a_terminal(bytewise: Path) -> None:
     assert terminal.end("\x04") == 0
     assert "Traceback" not in terminal.shown
     assert not re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", terminal.shown.replace("\x1b[?2004", ""))
-    assert not list(SHM.glob("smoe.bytewise-*"))
+    assert rings_of("bytes") == []
 
 
 def test_ctrl_c_without_an_answer_ends_the_program(bytewise: Path) -> None:
@@ -351,7 +357,7 @@ def test_ctrl_c_without_an_answer_ends_the_program(bytewise: Path) -> None:
     terminal.until("> ")
     assert terminal.end("\x03") == 130
     assert "Traceback" not in terminal.shown
-    assert not list(SHM.glob("smoe.bytewise-*"))
+    assert rings_of("bytes") == []
 
 
 @pytest.mark.parametrize(
@@ -395,7 +401,7 @@ def test_a_model_that_transformers_cannot_load_is_said_in_a_line(
         ("config.json", '"model_type": "qwen3_moe"', "model"),
         ("tokenizer.json", "{", "its tokenizer cannot be loaded"),
     ):
-        broken = folder / f"broken-{name}"
+        broken = folder / own(name[:3])
         shutil.copytree(words, broken)
         text = (broken / name).read_text()
         assert change in text
@@ -407,7 +413,7 @@ def test_a_model_that_transformers_cannot_load_is_said_in_a_line(
         assert str(broken) in line
         assert said in line
         assert "Traceback" not in err
-    assert not [p.name for p in SHM.glob("smoe.broken-*")]
+        assert rings_of(name[:3]) == []
 
 
 def test_without_the_extra_it_is_named(

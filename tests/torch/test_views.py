@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from checkpoints import E, Made, Part, Recipe, make  # noqa: E402
 from gguffiles import write_model  # noqa: E402
-from support import Served, serve  # noqa: E402
+from support import LIMIT_S, Served, serve  # noqa: E402
 from systems import make_vault  # noqa: E402
 
 import smoe_mp  # noqa: E402
@@ -128,7 +128,7 @@ def test_a_write_hurts_only_the_process_that_writes(
     made: Made, served: Served, ring: smoe_mp.Ring, statement: str
 ) -> None:
     command = [sys.executable, "-c", WRITER, served.name, statement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout) == (-11, "writes\n"), done.stderr
     with ring.fetch(0, [0]) as batch:
         assert bytes_of(views.tensor(batch[0], "up")) == made.expected[0, 0]["up"][3]

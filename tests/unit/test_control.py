@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import zmq
+from support import LIMIT_S
 
 from smoe_mp import runtime
 from smoe_mp.control import protocol, server
@@ -36,7 +37,7 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.server import ControlServer
 from smoe_mp.errors import ConfigError, ControlError, NoAnswer, Refused, RingReplaced
 
-LIMIT_MS = 20_000  # a bound for what always happens, so that a fault ends the test
+LIMIT_MS = LIMIT_S * 1000
 NAME = "fake"
 
 
