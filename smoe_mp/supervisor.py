@@ -46,6 +46,7 @@ from smoe_mp.pool import RETRY_S, Pool
 from smoe_mp.process import STOP_SIGNALS, Child, ExitWatch, Loop, SignalInbox, WatchPipe, end_all
 from smoe_mp.runtime import human_bytes, version
 from smoe_mp.sources import Source, open_source
+from smoe_mp.stats import KINDS
 
 READY_S = 60.0  # for all workers to register and open the files
 GRACE_S = 10.0  # for reads to finish when the ring stops
@@ -160,10 +161,10 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         """All there is to know, as plain data."""
         ring, source = self._segments, self._source
-        participants = ring.participants()
         return {
             **self.identity(),
             **self._figures(),
+            **ring.figures(),
             "vault": {
                 "path": str(source.path),
                 "format": source.format,
@@ -184,9 +185,9 @@ class Supervisor:
                 "census": ring.census(),
             },
             "health": self._health(),
-            "workers": self._worker_rows(participants),
+            "workers": self._worker_rows(ring.participants()),
             "prewarm": self._prewarm_status(),
-            "clients": [p for p in participants if p["role"] == "client"],
+            "clients": ring.clients(),
             "config": self._loaded.effective(),
             "warnings": self._warnings,
         }
@@ -257,7 +258,7 @@ class Supervisor:
 
     def _figures(self) -> dict[str, Any]:
         counters = self._segments.counters()
-        asked = sum(counters[name] for name in ("hits", "joins", "promoted", "misses"))
+        asked = sum(counters[name] for name in KINDS)
         return {
             "uptime_s": round(time.monotonic() - self._started, 3),
             "counters": counters,
