@@ -52,6 +52,8 @@
     X("wake.slot")                                                                                                     \
     X("publish.done")                                                                                                  \
     X("publish.guess_cleared")                                                                                         \
+    X("count.prepared")                                                                                                \
+    X("count.settled")                                                                                                 \
     X("error.begun")                                                                                                   \
     X("fail.recorded")                                                                                                 \
     X("fail.word")                                                                                                     \
@@ -76,6 +78,7 @@
     X("recover.reservation_back")                                                                                      \
     X("recover.busy_back")                                                                                             \
     X("recover.client_done")                                                                                           \
+    X("recover.counted")                                                                                               \
     X("recover.killer_recorded")                                                                                       \
     X("recover.requeued")                                                                                              \
     X("recover.read_forgotten")                                                                                        \

@@ -122,52 +122,6 @@ int smoe_set_file_mode(smoe_ring *r, uint32_t file, int mode, int os_error) {
     return 0;
 }
 
-uint64_t smoe_counter_value(const smoe_ring *r, uint32_t counter, int id) {
-    if (!mine(r) || counter >= SMOE_COUNTERS || id >= (int)SMOE_PARTICIPANTS)
-        return 0;
-    if (id >= 0)
-        return atomic_load_explicit(&r->counters[id][counter], memory_order_relaxed);
-    uint64_t sum = 0;
-    for (uint32_t i = 0; i < SMOE_PARTICIPANTS; i++)
-        sum += atomic_load_explicit(&r->counters[i][counter], memory_order_relaxed);
-    return sum;
-}
-
-const char *smoe_counter_name(uint32_t counter) {
-    static const char *const names[SMOE_COUNTERS] = {
-        [SMOE_C_HITS] = "hits",
-        [SMOE_C_JOINS] = "joins",
-        [SMOE_C_PROMOTED] = "promoted",
-        [SMOE_C_MISSES] = "misses",
-        [SMOE_C_GUESS_HITS] = "guess_hits",
-        [SMOE_C_GUESSES] = "guesses",
-        [SMOE_C_GUESS_DROPS] = "guess_drops",
-        [SMOE_C_EVICTIONS] = "evictions",
-        [SMOE_C_GUESS_WASTED] = "guess_wasted",
-        [SMOE_C_CLAIMS] = "claims",
-        [SMOE_C_RELEASES] = "releases",
-        [SMOE_C_BUSY_WAITS] = "busy_waits",
-        [SMOE_C_WAITS] = "waits",
-        [SMOE_C_WAIT_NS] = "wait_ns",
-        [SMOE_C_READ_ERRORS] = "read_errors",
-        [SMOE_C_TIMEOUTS] = "timeouts",
-        [SMOE_C_READS] = "reads",
-        [SMOE_C_WANTED_BYTES] = "wanted_bytes",
-        [SMOE_C_DEVICE_BYTES] = "device_bytes",
-        [SMOE_C_READ_NS] = "read_ns",
-        [SMOE_C_SKIPS] = "skips",
-        [SMOE_C_POPS_DEMAND] = "pops_demand",
-        [SMOE_C_POPS_SPECULATIVE] = "pops_speculative",
-        [SMOE_C_SHORT_READS] = "short_reads",
-        [SMOE_C_FAILED_READS] = "failed_reads",
-        [SMOE_C_FALLBACKS] = "fallbacks",
-        [SMOE_C_CHECKED] = "checked_reads",
-        [SMOE_C_BAD_SUMS] = "checksum_errors",
-        [SMOE_C_REQUEUED] = "requeued",
-    };
-    return counter < SMOE_COUNTERS ? names[counter] : NULL;
-}
-
 int smoe_census(const smoe_ring *r, uint32_t *out) {
     if (!mine(r))
         return SMOE_EFORKED;

@@ -17,6 +17,9 @@
  *
  * A hit touches: own reservation, private count, home, slot word, tick, histogram, counter.  It enters
  * the kernel not at all.
+ *
+ * Demands are counted when their batch is acquired, each once, as what it was when it was asked for; so a batch
+ * that is given back and tried again is not counted twice.
  */
 #include "core.h"
 
@@ -194,10 +197,15 @@ static int space_nap(smoe_ring *r, uint32_t seen, unsigned tries, uint64_t deadl
 struct limit {
     int64_t ms;     /* below zero: the ring's read deadline */
     uint64_t began; /* 0: not asked yet */
+    uint64_t waits; /* since when it waits for bytes; 0: it does not yet */
 };
 
 static struct limit limit_of(const smoe_ring *r, int64_t ms, smoe_error *e) {
-    struct limit l = {.ms = ms, .began = r->interruptible && e && e->code == -EINTR ? e->began_ns : 0};
+    struct limit l = {.ms = ms};
+    if (r->interruptible && e && e->code == -EINTR) {
+        l.began = e->began_ns;
+        l.waits = e->waited_ns;
+    }
     if (e)
         e->code = 0;
     return l;
@@ -220,8 +228,10 @@ static int interrupted(const smoe_ring *r, struct limit *l, const char *where, s
     if (!r->interruptible)
         return 0;
     int code = fail(e, -EINTR, where, EINTR, 0, 0);
-    if (e)
+    if (e) {
         e->began_ns = l->began;
+        e->waited_ns = l->waits;
+    }
     return code;
 }
 
@@ -249,6 +259,32 @@ static int unheld_queued(const smoe_ring *r, uint64_t *word) {
     return -1;
 }
 
+/* What a batch asked for, by how it was found, and what of it was pushed on the queue. */
+struct asked {
+    uint64_t kinds; /* 16 bits each, as a batch has no more than a ring has slots: SMOE_C_HITS .. SMOE_C_MISSES */
+    uint32_t pushed;
+};
+_Static_assert(SMOE_C_MISSES < 4 && SMOE_SLOTS_MAX <= 0xFFFFu, "kinds");
+
+static void asked_as(struct asked *a, enum smoe_counter kind) {
+    a->kinds += 1ull << 16 * kind;
+}
+
+static void count_phased(smoe_ring *r, enum smoe_counter c, uint64_t n) {
+    atomic_fetch_add_explicit(&r->counters[r->id][phase_word(thread_phase, c)], n, memory_order_relaxed);
+}
+
+static void count_asked(smoe_ring *r, const struct asked *a) {
+    uint64_t kinds = a->kinds;
+    for (uint32_t c = SMOE_C_HITS; kinds; c++, kinds >>= 16)
+        if (kinds & 0xFFFFu)
+            count_phased(r, c, kinds & 0xFFFFu);
+}
+
+static void count_guess_used(smoe_ring *r, uint32_t expert) {
+    count(r, SMOE_C_GUESS_USED_BYTES, r->experts[expert].bytes);
+}
+
 /* What follows a slot_take, for demand and guess alike. */
 static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
     if (WORD_STATE(before) == SMOE_EMPTY) {
@@ -262,10 +298,13 @@ static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
     FAILPOINT("take.victim_home_cleared");
     if (word_resident(before)) {
         count(r, SMOE_C_EVICTIONS, 1);
-        if (before & WORD_SPECULATIVE)
+        if (before & WORD_SPECULATIVE) {
             count(r, SMOE_C_GUESS_WASTED, 1);
+            count(r, SMOE_C_GUESS_WASTED_BYTES, r->experts[WORD_EXPERT(before)].bytes);
+        }
     } else if (word_guess(before)) {
         guess_clear(r, s);
+        count(r, SMOE_C_GUESS_DISPLACED, 1);
     }
 }
 
@@ -310,10 +349,10 @@ static int take_slot(smoe_ring *r, uint32_t expert, struct limit *limit, smoe_er
     }
 }
 
-static void queue_demand(smoe_ring *r, uint32_t s, uint32_t *pushed) {
+static void queue_demand(smoe_ring *r, uint32_t s, struct asked *a) {
     /* A full queue undoes nothing: whoever waits for the slot pushes it again. */
     if (queue_push(demand_queue(r), s))
-        ++*pushed;
+        a->pushed++;
 }
 
 static void set_hold(smoe_hold *h, uint32_t expert, uint32_t s, bool hit) {
@@ -331,7 +370,7 @@ static void count_popularity(smoe_ring *r, uint32_t expert) {
 
 /* Join the expert's home, if it is one.  True: *hold is set.  held_only: only if this process holds it
  * already, which needs no reservation; otherwise the caller has one. */
-static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, bool held_only, smoe_hold *hold, uint32_t *pushed) {
+static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, bool held_only, smoe_hold *hold, struct asked *a) {
     uint64_t before;
     uint32_t held = hold_lock(r, s);
     if (held_only && !held) {
@@ -349,36 +388,39 @@ static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, bool held_only,
     set_hold(hold, expert, s, j == JOIN_HIT);
     switch (j) {
     case JOIN_HIT:
-        count(r, SMOE_C_HITS, 1);
+        asked_as(a, SMOE_C_HITS);
         count_popularity(r, expert);
-        if (before & WORD_SPECULATIVE)
+        if (before & WORD_SPECULATIVE) {
             count(r, SMOE_C_GUESS_HITS, 1);
+            count_guess_used(r, expert);
+        }
         break;
     case JOIN_PROMOTED:
         FAILPOINT("promote.word");
-        count(r, SMOE_C_PROMOTED, 1);
+        asked_as(a, SMOE_C_PROMOTED);
+        count_guess_used(r, expert);
         guess_clear(r, s);
         FAILPOINT("promote.guess_cleared");
         if (WORD_STATE(before) == SMOE_QUEUED)
-            queue_demand(r, s, pushed); /* the guess's own entry is skipped when it is popped */
+            queue_demand(r, s, a); /* the guess's own entry is skipped when it is popped */
         FAILPOINT("promote.pushed");
         break;
     case JOIN_RETRY:
         FAILPOINT("retry.word");
-        count(r, SMOE_C_MISSES, 1);
-        queue_demand(r, s, pushed);
+        asked_as(a, SMOE_C_MISSES);
+        queue_demand(r, s, a);
         break;
     default:
-        count(r, SMOE_C_JOINS, 1);
+        asked_as(a, SMOE_C_JOINS);
     }
     return true;
 }
 
-static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct limit *limit, uint32_t *pushed,
+static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct limit *limit, struct asked *a,
                        smoe_error *e) {
     for (;;) {
         uint32_t home = atomic_load_explicit(&r->homes[expert], memory_order_relaxed);
-        if (home - 1 < r->n_slots && join_home(r, expert, home - 1, false, hold, pushed))
+        if (home - 1 < r->n_slots && join_home(r, expert, home - 1, false, hold, a))
             return 0;
         int taken_slot = take_slot(r, expert, limit, e);
         if (taken_slot < 0)
@@ -402,9 +444,9 @@ static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct li
         }
         FAILPOINT("home.set");
         lru_stamp(r, s);
-        count(r, SMOE_C_MISSES, 1);
+        asked_as(a, SMOE_C_MISSES);
         set_hold(hold, expert, s, false);
-        queue_demand(r, s, pushed);
+        queue_demand(r, s, a);
         FAILPOINT("acquire.pushed");
         return 0;
     }
@@ -446,35 +488,37 @@ static bool seems_held(const smoe_ring *r, uint32_t expert) {
 }
 
 /* Hold once more what this process holds already.  Returns how many of the batch. */
-static uint32_t hold_held(smoe_ring *r, smoe_hold *holds, uint32_t n) {
-    uint32_t got = 0, pushed = 0;
+static uint32_t hold_held(smoe_ring *r, smoe_hold *holds, uint32_t n, struct asked *a) {
+    uint32_t got = 0;
     for (uint32_t i = 0; i < n; i++)
         if (seems_held(r, holds[i].expert_index)) {
             uint32_t home = atomic_load_explicit(&r->homes[holds[i].expert_index], memory_order_relaxed);
-            got += home - 1 < r->n_slots && join_home(r, holds[i].expert_index, home - 1, true, &holds[i], &pushed);
+            got += home - 1 < r->n_slots && join_home(r, holds[i].expert_index, home - 1, true, &holds[i], a);
         }
-    if (pushed)
-        doorbell_ring(r, (int)pushed);
+    if (a->pushed)
+        doorbell_ring(r, (int)a->pushed);
+    a->pushed = 0;
     return got;
 }
 
 /* Reserve what the batch needs, at once or not at all: then nothing of the batch is held.  What this process
  * holds already needs no reservation, so that asking for it again works in a full ring. */
-static bool reserve_batch(smoe_ring *r, smoe_hold *holds, uint32_t n) {
+static bool reserve_batch(smoe_ring *r, smoe_hold *holds, uint32_t n, struct asked *a) {
     uint32_t held = 0;
     for (uint32_t i = 0; i < n; i++)
         held += seems_held(r, holds[i].expert_index);
     if (held < n && !reserve_try(r, n - held))
         return false;
-    if (held == 0 || hold_held(r, holds, n) == held)
+    if (held == 0 || hold_held(r, holds, n, a) == held)
         return true;
     unreserve(r, n - held); /* another thread let one go meanwhile */
     smoe_release(r, holds, n);
+    a->kinds = 0;
     return false;
 }
 
-static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
-    if (reserve_batch(r, holds, n))
+static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, struct asked *a, smoe_error *e) {
+    if (reserve_batch(r, holds, n, a))
         return 0;
     if (limit->began == 0)
         count(r, SMOE_C_BUSY_WAITS, 1);
@@ -483,7 +527,7 @@ static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *lim
         uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
         atomic_store_explicit(&r->hot->space_wanted, 1, memory_order_seq_cst);
         FAILPOINT("reserve.wanted");
-        if (reserve_batch(r, holds, n))
+        if (reserve_batch(r, holds, n, a))
             return 0;
         int rc = demand_check(r, e);
         if (rc)
@@ -498,14 +542,15 @@ static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *lim
 }
 
 /* Acquire those of the batch that are not held yet; all of them are reserved. */
-static int acquire_rest(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
-    uint32_t pushed = 0, left = 0;
+static int acquire_rest(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, struct asked *a,
+                        smoe_error *e) {
+    uint32_t left = 0;
     int hits = 0, rc = 0;
     for (uint32_t i = 0; i < n; i++)
         left += holds[i].status == SMOE_HOLD_NONE;
     for (uint32_t i = 0; i < n && rc == 0; i++) {
         if (holds[i].status == SMOE_HOLD_NONE) {
-            rc = acquire_one(r, holds[i].expert_index, &holds[i], limit, &pushed, e);
+            rc = acquire_one(r, holds[i].expert_index, &holds[i], limit, a, e);
             left -= rc == 0;
         }
         hits += rc == 0 && holds[i].hit;
@@ -514,8 +559,6 @@ static int acquire_rest(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit
         unreserve(r, left);
         smoe_release(r, holds, n);
     }
-    if (pushed)
-        doorbell_ring(r, (int)pushed);
     return rc ? rc : hits;
 }
 
@@ -552,12 +595,17 @@ static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
         return rc;
     if (n > 1)
         prefetch(r, holds, n);
+    struct asked asked = {0, 0};
     if (wait)
-        rc = reserve(r, holds, n, limit, e);
+        rc = reserve(r, holds, n, limit, &asked, e);
     else
-        rc = reserve_batch(r, holds, n) ? 0 : busy(r, e, n);
+        rc = reserve_batch(r, holds, n, &asked) ? 0 : busy(r, e, n);
     if (rc == 0)
-        rc = acquire_rest(r, holds, n, limit, e);
+        rc = acquire_rest(r, holds, n, limit, &asked, e);
+    if (asked.pushed)
+        doorbell_ring(r, (int)asked.pushed);
+    if (rc >= 0)
+        count_asked(r, &asked);
     if (rc >= 0 && tracing(r))
         trace_holds(r, SMOE_TRACE_DEMAND, (uint32_t)layer, holds, n);
     return rc;
@@ -606,8 +654,10 @@ int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *
     set_hold(hold, (uint32_t)index, s, true);
     count(r, SMOE_C_CLAIMS, 1);
     count_popularity(r, (uint32_t)index);
-    if (before & WORD_SPECULATIVE)
+    if (before & WORD_SPECULATIVE) {
         count(r, SMOE_C_GUESS_HITS, 1);
+        count_guess_used(r, (uint32_t)index);
+    }
     if (tracing(r))
         trace_holds(r, SMOE_TRACE_CLAIM, (uint32_t)layer, hold, 1);
     return 1;
@@ -778,24 +828,26 @@ static int wait_one(smoe_ring *r, smoe_hold *h, struct limit *limit, smoe_error 
     }
 }
 
-static void count_wait(smoe_ring *r, uint64_t entered, bool first) {
-    count(r, SMOE_C_WAITS, first);
-    count(r, SMOE_C_WAIT_NS, plat_now_ns() - entered);
+/* A wait for bytes has ended, unless it was only interrupted. */
+static void count_wait(smoe_ring *r, const struct limit *limit, int rc) {
+    if (limit->waits == 0 || rc == -EINTR)
+        return;
+    uint64_t ns = plat_now_ns() - limit->waits;
+    count_phased(r, SMOE_C_WAITS, 1);
+    count_phased(r, SMOE_C_WAIT_NS, ns);
+    count_phased(r, SMOE_BUCKET_WORD + counters_bucket(ns), 1);
 }
 
 static int wait_all(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
-    uint64_t entered = 0;
-    bool first = limit->began == 0;
     int rc = 0;
     for (uint32_t i = 0; i < n && rc == 0; i++) {
         if (holds[i].status != SMOE_HOLD_LOADING)
             continue;
-        if (entered == 0)
-            entered = plat_now_ns();
+        if (limit->waits == 0)
+            limit->waits = plat_now_ns();
         rc = wait_one(r, &holds[i], limit, e);
     }
-    if (entered)
-        count_wait(r, entered, first);
+    count_wait(r, limit, rc);
     return rc;
 }
 
@@ -835,11 +887,13 @@ static int after_slice_any(smoe_ring *r, smoe_hold *holds, uint32_t n, uint64_t 
 
 int smoe_wait_any(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *e) {
     struct limit limit = limit_of(r, timeout_ms, e);
-    bool first = limit.began == 0, loading;
+    bool loading;
     int rc = ring_check(r, e), index = -1;
     if (rc)
         return rc;
     uint64_t began = limit_began(&limit), end = wait_end(&limit), entered = plat_now_ns();
+    if (limit.waits == 0)
+        limit.waits = entered;
     _Atomic uint32_t *bell = &r->participants[r->id].landed;
     for (;;) {
         uint32_t seen = atomic_load_explicit(bell, memory_order_acquire); /* B2, before the words */
@@ -859,9 +913,9 @@ int smoe_wait_any(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms
         if (rc)
             break;
     }
-    count_wait(r, entered, first);
     if (rc == 0)
         return fail(e, -ENOENT, "nothing is loading", ENOENT, 0, 0);
+    count_wait(r, &limit, rc);
     return rc > 0 ? index : rc;
 }
 

@@ -94,7 +94,8 @@ typedef struct {
     uint64_t offset;  /* in the file */
     uint64_t wanted;  /* figures, as the code has it */
     uint64_t got;
-    uint64_t began_ns; /* with -EINTR: when the call began; the next call with this record goes on from there */
+    uint64_t began_ns;  /* with -EINTR: when the call began; the next call with this record goes on from there */
+    uint64_t waited_ns; /* likewise: when its wait for bytes began, 0: it has not */
 } smoe_error;
 
 enum { SMOE_STATE_QUEUED = 1, SMOE_STATE_READING = 2 };
@@ -194,7 +195,28 @@ int smoe_file_refusal(const smoe_ring *ring, uint32_t file); /* errno of the dir
 
 /* --- looking on ---------------------------------------------------------------------------------- */
 
-/* Sum over all participants' rows of one counter, or (id >= 0) one row's. */
+enum { SMOE_PHASE_UNSAID = 0, SMOE_PHASE_PREFILL = 1, SMOE_PHASE_DECODE = 2, SMOE_PHASES = 3 };
+enum { SMOE_PHASED = 6, SMOE_BUCKETS = 28 };
+/* Say what the calling thread demands and waits for from now on, on all rings: SMOE_PHASE_*.  Returns what it was
+ * before, or -EINVAL. */
+int smoe_phase(int phase);
+/* Figures since the ring was made: see counters.c.  Buckets: how many took at most 1 us, 2 us, 4 us, ...,
+ * 2^26 us (67 s), and more. */
+typedef struct {
+    uint64_t counters[32]; /* by number, as smoe_counter_name has them */
+    uint64_t phases[3][6]; /* the first SMOE_PHASED of them by phase */
+    uint64_t waits[3][28]; /* buckets, by phase */
+    uint64_t reads[28];    /* buckets; failed ones included */
+} smoe_tally;
+enum {
+    SMOE_OF_ALL = 0,     /* since the ring was made, whoever it was */
+    SMOE_OF_PRESENT = 1, /* of a client's id: by its present owner */
+    SMOE_OF_FORMER = 2   /* likewise: by those before, who left or died */
+};
+/* What was counted by the owners of an id; with SMOE_OF_ALL of any participant, or (-1) of all of them together, else
+ * of a client.  -ENOENT: the id has no owner, or another one since the call began; -EINVAL. */
+int smoe_get_tally(const smoe_ring *ring, int id, int whose, smoe_tally *out);
+/* One counter of SMOE_OF_ALL. */
 uint64_t smoe_counter_value(const smoe_ring *ring, uint32_t counter, int id);
 const char *smoe_counter_name(uint32_t counter); /* NULL past the last */
 /* Slots by state (6 values), held slots, guesses loading, reserved: out[9]. */

@@ -8,6 +8,7 @@ small, 6 ring, 7 control plane, 130 Ctrl-C.  A traceback is a fault of ours.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -537,7 +538,8 @@ def demo(
 
 def draw_status(result: StatusResult, console: Console) -> None:
     """Draw a system's status as tables, readable at 80 columns and without colour."""
-    for table in (_facts(result), _workers(result), _clients(result), _counters(result), _settings(result)):
+    tables = (_facts, _workers, _clients, _demands, _latencies, _counters, _settings)
+    for table in (draw(result) for draw in tables):
         if table.row_count:
             console.print(table)
     for warning in result.warnings:
@@ -563,6 +565,8 @@ def _facts(result: StatusResult) -> Table:
         ("prewarm", _prewarm_line(result.prewarm)),
         ("census", ", ".join(f"{count} {state}" for state, count in ring.census.items())),
         ("hit rate", "no demand yet" if result.hit_rate is None else f"{result.hit_rate:.1%}"),
+        ("guesses", _guess_line(result.counters)),
+        ("device", _device_line(result.counters)),
     ]
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
@@ -594,6 +598,20 @@ def _prewarm_line(prewarm: PrewarmStatus) -> str:
     return f"{line}; popularity in {prewarm.histogram}"
 
 
+def _guess_line(counters: dict[str, int]) -> str:
+    n = collections.Counter(counters)  # 0 for what an older supervisor does not tell
+    used, wasted = human_bytes(n["guess_used_bytes"]), human_bytes(n["guess_wasted_bytes"])
+    return (
+        f"{n['guesses']:,}: {n['guess_hits'] + n['promoted']:,} used ({used}), {n['guess_wasted']:,} evicted"
+        f" unread ({wasted}), {n['guess_displaced']:,} displaced before they were read"
+    )
+
+
+def _device_line(counters: dict[str, int]) -> str:
+    n = collections.Counter(counters)
+    return f"{human_bytes(n['device_bytes'])} read for {human_bytes(n['wanted_bytes'])} of experts"
+
+
 def _file_line(file: FileStatus) -> str:
     refused = f" (direct reads refused: {file.refusal})" if file.refusal else ""
     return f"{file.path}: {file.mode}{refused}, {human_bytes(file.size)}"
@@ -617,11 +635,54 @@ def _workers(result: StatusResult) -> Table:
 
 
 def _clients(result: StatusResult) -> Table:
-    table = _table("clients", "client", "pid", "label", "slots", numbers=("client", "pid", "slots"))
+    numbers = ("id", "pid", "slots", "demanded", "coverage", "wait p99")
+    table = _table("clients", "id", "pid", "label", *numbers[2:], numbers=numbers)
     for client in result.clients:
         label = escape(client.label) if client.alive else f"{escape(client.label)} (dead)"
-        table.add_row(str(client.id), str(client.pid), label, str(client.reserved))
+        did = client.demand
+        row = (str(client.id), str(client.pid), label, str(client.reserved), f"{did.demanded:,}")
+        table.add_row(*row, _share(did.coverage), _length(did.wait.p99_s))
+    if (gone := result.departed.demand).demanded:
+        table.add_row(
+            "", "", "(gone)", "", f"{gone.demanded:,}", _share(gone.coverage), _length(gone.wait.p99_s)
+        )
     return table
+
+
+def _demands(result: StatusResult) -> Table:
+    kinds = ("demanded", "resident", "joined", "promoted", "missed", "coverage")
+    table = _table("demand", "phase", *kinds, numbers=kinds)
+    rows = {**result.phases, "all": result.demand} if result.demand.demanded else {}
+    for phase, did in rows.items():
+        counts = (did.demanded, did.hits, did.joins, did.promoted, did.misses)
+        table.add_row(phase, *(f"{n:,}" for n in counts), _share(did.coverage))
+    return table
+
+
+def _latencies(result: StatusResult) -> Table:
+    columns = ("times", "mean", "p50", "p90", "p99")
+    table = _table("how long", "what", *columns, numbers=columns)
+    waits = {f"wait, {phase}": did.wait for phase, did in result.phases.items()}
+    for what, took in {**waits, "read": result.read_latency}.items():
+        if took.count:
+            mean = took.sum_s / took.count
+            row = map(_length, (mean, took.p50_s, took.p90_s, took.p99_s))
+            table.add_row(what, f"{took.count:,}", *row)
+    return table
+
+
+def _share(part: float | None) -> str:
+    return "" if part is None else f"{part:.1%}"
+
+
+def _length(seconds: float | None) -> str:
+    """A length of time in a fitting unit."""
+    if seconds is None:
+        return ""
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _counters(result: StatusResult) -> Table:

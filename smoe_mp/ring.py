@@ -33,10 +33,10 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from smoe_mp import dequant
+from smoe_mp import dequant, stats
 from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, text
 from smoe_mp.errors import IdError, RingClosed, RingError, VaultError
-from smoe_mp.segments import CENSUS, MODES, check_name, counters
+from smoe_mp.segments import CENSUS, MODES, check_name
 from smoe_mp.sources import scaled
 from smoe_mp.sources.dtypes import BITS, NUMPY
 
@@ -45,7 +45,6 @@ _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 #: Ranks behind the top-k that a trace has of a router.
 TRACED_RANKS = 8
 _UNDER_WAY = (CENSUS.index("queued"), CENSUS.index("reading"))
-_REGISTERED = ("hits", "joins", "promoted", "misses")
 
 
 def _milliseconds(timeout: float | None) -> int:
@@ -581,24 +580,42 @@ class Ring:
         finally:
             lib.smoe_busy(handle.ptr, 0)
 
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What this thread demands and waits for in the block is counted as "prefill" or "decode":
+        `with ring.phase("prefill"):`.  Blocks may be nested; the innermost counts.  It is the thread's on all
+        rings.  ValueError for another name."""
+        self._open()
+        if name not in stats.PHASES:
+            raise ValueError(f"phase {name!r}: wanted is one of {', '.join(stats.PHASES)}")
+        before = lib.smoe_phase(stats.PHASES.index(name))
+        try:
+            yield
+        finally:
+            lib.smoe_phase(before)
+
     # --- looking on --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counters of all participants since the ring was made, with `hit_rate`, `mean_wait_us`, the
-        `census` of the slots, `files` (path: the way of reading that was achieved), and under `client` the
-        same counters of this client alone."""
+        `census` of the slots, `files` (path: the way of reading that was achieved), `demand`, `phases`,
+        `read_latency` (see `smoe_mp.stats`), and under `client` the counters, `demand` and `phases` of this
+        client alone, since it attached."""
         ptr = self._open().ptr
         out = ffi.new("uint32_t[9]")
         check_plain(lib.smoe_census(ptr, out), self._name)
-        total: dict[str, Any] = dict(counters(ptr, -1))
-        demanded = sum(total[k] for k in _REGISTERED)
-        total["hit_rate"] = total["hits"] / demanded if demanded else 0.0
+        everybody, own = stats.tally(ptr), stats.tally(ptr, self.client_id, lib.SMOE_OF_PRESENT)
+        if everybody is None or own is None:
+            raise_error(lib.SMOE_ELEASE, new_error(), self._name, ptr)
+        total = _flat(everybody)
+        total["read_latency"] = stats.latency(everybody.reads, total["read_ns"])
+        total["hit_rate"] = total["demand"]["coverage"] or 0.0
         total["mean_wait_us"] = total["wait_ns"] / total["waits"] / 1000 if total["waits"] else 0.0
         total["census"] = dict(zip(CENSUS, list(out), strict=True))
         total["files"] = {
             text(lib.smoe_file_path(ptr, i)): MODES[lib.smoe_file_mode(ptr, i)] for i in range(self._files)
         }
-        total["client"] = counters(ptr, self.client_id)
+        total["client"] = _flat(own)
         return total
 
     def resident(self, layer: int, expert: int) -> bool:
@@ -613,6 +630,12 @@ class Ring:
             return False
         word = lib.smoe_slot_word(ptr, home - 1)
         return word & 7 in (3, 4) and word >> 11 & 0x1FFFFF == index
+
+
+def _flat(tally: stats.Tally) -> dict[str, Any]:
+    """A tally's figures, its counters among them by their names."""
+    figures = stats.figures(tally)
+    return {**figures.pop("counters"), **figures}
 
 
 class _Waves:

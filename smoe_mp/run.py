@@ -33,10 +33,10 @@ from msgspec import Struct
 from smoe_mp import models
 from smoe_mp.errors import ConfigError, ModelError, SmoeError
 from smoe_mp.runtime import human_bytes
+from smoe_mp.stats import KINDS
 from smoe_mp.text import Bytes, Message, Streamer, Text, Tokens
 
 EXTRA = "pip install 'smoe-mp[transformers]'"
-_REGISTERED = ("hits", "joins", "promoted", "misses")
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -193,8 +193,8 @@ class Speaker:
         self, text: str, prompt_tokens: int, streamer: Streamer, before: dict[str, Any], *, interrupted: bool
     ) -> Answer:
         after = self._ring.stats()
-        own = {key: after["client"][key] - before["client"][key] for key in (*_REGISTERED, "wait_ns")}
-        demanded = sum(own[key] for key in _REGISTERED)
+        own = {key: after["client"][key] - before["client"][key] for key in (*KINDS, "wait_ns")}
+        demanded = sum(own[key] for key in KINDS)
         tokens, rest_s = len(streamer.tokens), streamer.ended - streamer.first
         return Answer(
             text=text,

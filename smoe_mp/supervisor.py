@@ -53,6 +53,7 @@ from smoe_mp.process import STOP_SIGNALS, Child, ExitWatch, Loop, SignalInbox, W
 from smoe_mp.remote import Demand, Remote
 from smoe_mp.runtime import group_id, human_bytes, version
 from smoe_mp.sources import Source, open_source
+from smoe_mp.stats import KINDS
 
 READY_S = 60.0  # for all workers to register and open the files
 GRACE_S = 10.0  # for reads to finish when the ring stops
@@ -194,10 +195,10 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         """All there is to know, as plain data."""
         ring, source = self._segments, self._source
-        participants = ring.participants()
         return {
             **self.identity(),
             **self._figures(),
+            **ring.figures(),
             "vault": {
                 "path": str(source.path),
                 "format": source.format,
@@ -218,9 +219,9 @@ class Supervisor:
                 "census": ring.census(),
             },
             "health": self._health(),
-            "workers": self._worker_rows(participants),
+            "workers": self._worker_rows(ring.participants()),
             "prewarm": self._prewarm_status(),
-            "clients": [p for p in participants if p["role"] == "client"],
+            "clients": ring.clients(),
             "config": self._loaded.effective(),
             "warnings": self._warnings,
             "verify": self._checking.status(),
@@ -373,7 +374,7 @@ class Supervisor:
 
     def _figures(self) -> dict[str, Any]:
         counters = self._segments.counters()
-        asked = sum(counters[name] for name in ("hits", "joins", "promoted", "misses"))
+        asked = sum(counters[name] for name in KINDS)
         return {
             "uptime_s": round(time.monotonic() - self._started, 3),
             "counters": counters,

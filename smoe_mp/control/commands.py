@@ -137,7 +137,43 @@ class WorkerStatus(Struct, frozen=True):
     stuck: bool = False
 
 
-class ClientStatus(Struct, frozen=True):
+class LatencyStatus(Struct, frozen=True):
+    """A histogram of lengths in seconds: quantiles, which are as exact as the buckets are narrow (None: there
+    are none), and `buckets`: how many took at most 1 µs, 2 µs, 4 µs, ..., 2^26 µs (67 s), and longer."""
+
+    count: int = 0
+    sum_s: float = 0.0
+    p50_s: float | None = None
+    p90_s: float | None = None
+    p99_s: float | None = None
+    buckets: list[int] = []
+
+
+class DemandStatus(Struct, frozen=True):
+    """Experts that were demanded, by how they were found: resident (`hits`), loading for a demand (`joins`),
+    loading or queued as a guess (`promoted`), not there (`misses`).  `coverage`: the share that was resident;
+    `wait`: the waits for those that were not."""
+
+    demanded: int = 0
+    hits: int = 0
+    joins: int = 0
+    promoted: int = 0
+    misses: int = 0
+    coverage: float | None = None
+    wait: LatencyStatus = LatencyStatus()
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """What was counted; `phases`: the demand as the clients told it apart, "prefill", "decode", "unsaid"."""
+
+    counters: dict[str, int] = {}
+    demand: DemandStatus = DemandStatus()
+    phases: dict[str, DemandStatus] = {}
+
+
+class ClientStatus(Figures, frozen=True):
+    """A client, and what it has done since it attached."""
+
     id: int
     pid: int
     alive: bool
@@ -255,8 +291,9 @@ class ConfigValue(Struct, frozen=True):
     origin: str
 
 
-class StatusResult(Struct, frozen=True, kw_only=True):
-    """Everything there is to know; `hit_rate` is None before the first demand."""
+class StatusResult(Figures, frozen=True, kw_only=True):
+    """Everything there is to know.  Figures are those of all, since the ring was made; `departed`: of clients
+    that are gone.  `hit_rate` is None before the first demand."""
 
     name: str
     pid: int
@@ -270,7 +307,8 @@ class StatusResult(Struct, frozen=True, kw_only=True):
     workers: list[WorkerStatus]
     prewarm: PrewarmStatus
     clients: list[ClientStatus]
-    counters: dict[str, int]
+    departed: Figures = Figures()
+    read_latency: LatencyStatus = LatencyStatus()
     hit_rate: float | None
     config: list[ConfigValue]
     warnings: list[str]

@@ -372,13 +372,17 @@ static void s_dead_client(struct scene *s) {
     die_in(s, dead_client);
 }
 
-static void dead_worker(struct scene *s) {
-    smoe_ring *r = testring_attach(&s->t, SMOE_ROLE_WORKER, WORKER_ID);
+static void work_until(struct scene *s, uint32_t id, const char *name) {
+    smoe_ring *r = testring_attach(&s->t, SMOE_ROLE_WORKER, id);
     const volatile int stop = 0;
     const struct worker_options options = {.watch_fd = -1, .ready_fd = -1, .stop = &stop};
     smoe_error e;
-    failpoint_arm("read.window", 1);
+    failpoint_arm(name, 1);
     worker_run(r, &options, &e);
+}
+
+static void dead_worker(struct scene *s) {
+    work_until(s, WORKER_ID, "read.window");
 }
 
 static void s_dead_worker(struct scene *s) {
@@ -401,12 +405,26 @@ static void dead_clients(struct scene *s) {
 }
 
 static void dead_second_worker(struct scene *s) {
-    smoe_ring *r = testring_attach(&s->t, SMOE_ROLE_WORKER, WORKER_ID + 1);
-    const volatile int stop = 0;
-    const struct worker_options options = {.watch_fd = -1, .ready_fd = -1, .stop = &stop};
-    smoe_error e;
-    failpoint_arm("read.done", 1);
-    worker_run(r, &options, &e);
+    work_until(s, WORKER_ID + 1, "read.done");
+}
+
+/* It published and had not counted; or was about to publish. */
+static void dead_uncounted_worker(struct scene *s) {
+    work_until(s, WORKER_ID, "publish.word");
+}
+
+static void dead_unpublished_worker(struct scene *s) {
+    work_until(s, WORKER_ID, "count.prepared");
+}
+
+static void s_uncounted(struct scene *s) {
+    s_demand(s);
+    die_in(s, dead_uncounted_worker);
+}
+
+static void s_unpublished(struct scene *s) {
+    s_demand(s);
+    die_in(s, dead_unpublished_worker);
 }
 
 static void s_wreck(struct scene *s) {
@@ -503,6 +521,10 @@ static const struct point POINTS[] = {
     {"publish.done", 1, s_demand, v_work, false, false},
     {"publish.done", 1, s_guess, v_work, false, false},
     {"publish.guess_cleared", 1, s_guess, v_work, false, false},
+    {"count.prepared", 1, s_demand, v_work, false, false},
+    {"count.prepared", 1, s_demand_that_fails, v_work, false, false},
+    {"count.settled", 1, s_demand, v_work, false, false},
+    {"count.settled", 1, s_demand_that_fails, v_work, false, true},
     {"error.begun", 1, s_demand_that_fails, v_work, false, false},
     {"error.begun", 1, s_killer, v_sweep, true, true},
     {"error.begun", 1, s_unserved, v_give_up, true, true},
@@ -540,6 +562,9 @@ static const struct point POINTS[] = {
     {"recover.requeued", 1, s_dead_worker, v_attach_worker, false, false},
     {"recover.rung", 1, s_dead_worker, v_attach_worker, false, false},
     {"register.filled", 1, s_dead_worker, v_attach_worker, false, false},
+    {"count.settled", 1, s_uncounted, v_attach_worker, false, false},
+    {"recover.counted", 1, s_uncounted, v_attach_worker, false, false},
+    {"recover.counted", 1, s_unpublished, v_attach_worker, false, false},
     {"recover.slot_dropped", 3, nothing, v_detach, false, false},
     {"recover.reservation_back", 1, nothing, v_detach, false, false},
     {"detach.freed", 1, nothing, v_detach, false, false},
@@ -557,6 +582,10 @@ static const struct point POINTS[] = {
     {"recover.busy_back", 1, s_wreck, v_sweep, true, false},
     {"recover.client_done", 1, s_wreck, v_sweep, true, false},
     {"recover.client_done", 2, s_wreck, v_sweep, true, false},
+    {"count.settled", 1, s_uncounted, v_sweep, true, false},
+    {"recover.counted", 1, s_uncounted, v_sweep, true, false},
+    {"recover.requeued", 1, s_unpublished, v_sweep, true, false},
+    {"recover.counted", 1, s_unpublished, v_sweep, true, false},
     {"recover.killer_recorded", 1, s_killer, v_sweep, true, true},
     {"recover.requeued", 1, s_killer, v_sweep, true, true},
     {"recover.requeued", 1, s_wreck, v_sweep, true, false},
@@ -742,6 +771,20 @@ static void check_queue(struct queue q) {
     CHECK_EQ(queue_pop(q), -1);
 }
 
+/* Each read that was published was counted once, whoever died in it.  A client that dies in an eviction may leave
+ * that one uncounted. */
+static void check_counts(const struct scene *s) {
+    smoe_tally t;
+    uint64_t read = 0;
+    REQUIRE(smoe_get_tally(s->b, -1, SMOE_OF_ALL, &t) == 0);
+    for (int i = 0; i < SMOE_BUCKETS; i++)
+        read += t.reads[i];
+    CHECK_EQ(t.counters[SMOE_C_READS] + t.counters[SMOE_C_FAILED_READS], read);
+    if (point->stage != s_full)
+        CHECK_EQ(t.counters[SMOE_C_READS] - t.counters[SMOE_C_EVICTIONS],
+                 in_state(s, SMOE_READY) + in_state(s, SMOE_CONSUMED));
+}
+
 static void aftermath(struct scene *s, struct fetcher *f) {
     SOON(in_state(s, SMOE_QUEUED) + in_state(s, SMOE_READING) == 0); /* nothing is forgotten */
     check_holders(s);
@@ -755,6 +798,7 @@ static void aftermath(struct scene *s, struct fetcher *f) {
     testring_stop(&s->t);
     guess_to_the_limit(s);
     testring_check_quiet(&s->t);
+    check_counts(s);
     check_queue(demand_queue(s->b));
     check_queue(speculative_queue(s->b));
 }

@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 import smoe_mp
-from smoe_mp import runtime, segments
+from smoe_mp import runtime, segments, stats
 from smoe_mp._native import ffi, lib, new_error
 from smoe_mp.control.client import ControlClient
 from smoe_mp.control.commands import Prewarm, Workers
@@ -286,7 +286,7 @@ class Eye:
         return dict(zip(segments.CENSUS, list(out), strict=True))
 
     def counters(self) -> dict[str, int]:
-        return segments.counters(self.ring, -1)
+        return stats.counters(self.ring, -1)
 
     def close(self) -> None:
         if self.ring is not None:

@@ -259,7 +259,7 @@ def patch(name: str, offset: int, value: int, size: int = 4) -> None:
 
 def spoil_slot(word: int, vault: Path, name: str) -> None:
     """Put a word in the place of the first slot's, which is resident."""
-    at = int.from_bytes(control_segment(name).read_bytes()[280:288], "little")  # off_slots
+    at = int.from_bytes(control_segment(name).read_bytes()[288:296], "little")  # off_words
     assert int.from_bytes(control_segment(name).read_bytes()[at : at + 8], "little") & 7 in (3, 4)
     patch(name, at, word, 8)
 
@@ -422,7 +422,7 @@ def test_kill_and_start_in_a_shared_memory_with_room_for_one(
         pytest.skip("needs root and unshare, to mount a /dev/shm of its own")
     vault = make_vault(tmp_path / "v.smoe", experts=40, side=256)  # 112 KiB each
     config = write_config(tmp_path / "c.toml", ring_name, vault, slots, 2)
-    size_mb = 5 if slots else 64 + 6  # automatic sizing leaves 64 MiB to others
+    size_mb = 6 if slots else 64 + 6  # automatic sizing leaves 64 MiB to others
     mount = f'mount -t tmpfs -o size={size_mb}m tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", ROUNDS, config, vault]
     done = subprocess.run(

@@ -879,7 +879,7 @@ def test_a_timeout_for_want_of_a_slot_names_the_expert(source: StampedSource) ->
     with serve(source, slots=1) as served, served.attach() as ring:
         path = Path(f"/dev/shm/smoe.{served.name}")
         with path.open("r+b") as control:
-            control.seek(OFF_SLOTS)
+            control.seek(OFF_WORDS)
             at = int.from_bytes(control.read(8), "little")
             control.seek(at)
             control.write((2 | 126 << 4 | 3 << 11).to_bytes(8, "little"))  # READING, by worker 126, expert 3
@@ -891,7 +891,7 @@ def test_a_timeout_for_want_of_a_slot_names_the_expert(source: StampedSource) ->
             control.write(bytes(8))
 
 
-OFF_SLOTS = 280  # where the header says where the slots are
+OFF_WORDS = 288  # where the header says where the slot words are
 
 
 def test_the_ring_s_own_deadline_is_the_default(source: StampedSource) -> None:
