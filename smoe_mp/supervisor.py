@@ -45,7 +45,16 @@ from smoe_mp.fit import fit
 from smoe_mp.identity import Change, Watch
 from smoe_mp.notify import Notify
 from smoe_mp.pool import RETRY_S, Pool
-from smoe_mp.process import STOP_SIGNALS, Child, ExitWatch, Loop, SignalInbox, WatchPipe, end_all
+from smoe_mp.process import (
+    STOP_SIGNALS,
+    Child,
+    ExitWatch,
+    Loop,
+    SignalInbox,
+    WatchPipe,
+    end_all,
+    reap_orphans,
+)
 from smoe_mp.runtime import group_id, human_bytes, version
 from smoe_mp.sources import Source, open_source
 
@@ -544,6 +553,8 @@ class Supervisor:
                 " (RemoveIPC of systemd-logind does this when a user without linger logs out)"
             )
 
+        if os.getpid() == 1:
+            reap_orphans([child.pid for child in (*self._workers.all, *self._prewarm.all)])
         if (health := self._health()) != self._said_health:
             self._said_health = health
             self._notify.status(self._summary())
