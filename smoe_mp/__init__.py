@@ -15,9 +15,10 @@ A map of the package, from files to clients; each part uses only what stands bef
     config, runtime           configuration; the run-time folder
     sizing, fit               how large a ring
     supervisor, process, pool `smoe-mp up`: the child processes and who keeps them alive
+    log, notify               the lines that a system says; what a service manager is told
     prewarm, histogram        popularity: loading by it, keeping it
     control/                  commands over ZeroMQ
-    models, launch            what may be named as a model; a private system as a child process
+    models, launch, detach    what may be named as a model; a system as a child process, or in the background
     ring                      the client: attach, fetch, release
     torch, transformers/      extras: views as torch tensors, models on streamed experts
     text, run                 tokens to text; `smoe-mp run`

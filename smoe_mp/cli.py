@@ -34,7 +34,6 @@ from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
 from smoe_mp.control.client import ControlClient, check_served
 from smoe_mp.control.commands import (
     FileStatus,
-    Ping,
     Prewarm,
     PrewarmStatus,
     RingStatus,
@@ -57,6 +56,7 @@ from smoe_mp.runtime import (
     human_bytes,
     human_duration,
     make_runtime_folder,
+    serving_pid,
     socket_path,
     version,
 )
@@ -73,6 +73,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
+
+LOOK_S = 0.05  # between looks at a socket whose process cannot be watched
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The ring's name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -212,11 +214,10 @@ def down(
 ) -> None:
     deadline = time.monotonic() + timeout
     check_served(name)
-    with ControlClient(name, timeout_ms=min(int(timeout * 1000), 5000)) as control:
-        watch = _watch(control.call(Ping()).pid)
-        done = control.call(Stop(keep_ring=keep_ring))
-    with contextlib.closing(watch):
-        if not watch.wait(deadline - time.monotonic()):
+    with contextlib.closing(_End(socket_path(name))) as end:  # looked at while it surely lives
+        with ControlClient(name, timeout_ms=min(int(timeout * 1000), 5000)) as control:
+            done = control.call(Stop(keep_ring=keep_ring))
+        if not end.wait(deadline):
             raise NoAnswer(
                 f"ring {name!r}: the supervisor (pid {done.pid}) was told to stop and has not ended in"
                 f" {timeout:g} s; it goes on stopping, look with smoe-mp status {name}"
@@ -224,13 +225,30 @@ def down(
     print(_stopped(done))
 
 
-def _watch(pid: int) -> ExitWatch:
-    try:
-        return ExitWatch(pid)
-    except ProcessLookupError:
-        raise NoAnswer(
-            f"the supervisor has pid {pid}, which this process cannot see: run smoe-mp down in its container"
-        ) from None
+class _End:
+    """Waits for the end of the supervisor that serves a control socket: of its process or, where that is in
+    another container, of its socket, which goes last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._watch: ExitWatch | None = None
+        if pid := serving_pid(path):
+            with contextlib.suppress(ProcessLookupError):
+                self._watch = ExitWatch(pid)
+
+    def wait(self, deadline: float) -> bool:
+        """Whether it has ended by then (monotonic time)."""
+        if self._watch is not None:
+            return self._watch.wait(deadline - time.monotonic())
+        while served := is_served(self._path):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(LOOK_S)
+        return not served
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
 
 def _stopped(done: StopResult) -> str:

@@ -6,6 +6,9 @@ other.  A terminal's Ctrl-C goes to the whole foreground process group, so child
 and end when they are told.  A supervisor that is killed tells nobody; its children therefore watch a pipe
 whose write end nobody else has (`WatchPipe`), and the kernel hangs up for it.
 
+In a container the supervisor is pid 1: signals that it has no handler for do not reach it, and whoever is
+orphaned there becomes its child (`reap_orphans`).
+
 So the loop sleeps in poll until something happens, and nothing needs a thread.
 """
 
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 
 import zmq
@@ -259,6 +262,18 @@ def end_all(
         if loop.wait_until(gone, limit_s):
             break
     return left
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Reap processes that ended and are nobody's any more: pid 1 inherits every orphan of its container.
+
+    `own`: pids of children that somebody here waits for.  One of these that has ended and is not reaped yet
+    stands before others, which then are reaped by a later call.
+    """
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, flags)) is not None and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 class ExitWatch:

@@ -26,6 +26,7 @@ import hashlib
 import os
 import socket
 import stat
+import struct
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -209,6 +210,22 @@ def is_served(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def serving_pid(path: Path) -> int:
+    """The process that listens on the socket at `path`, by its number in this process's pid namespace.
+
+    0 where nobody does, or it is in a namespace that cannot be seen from here, as one container's from
+    another; what a process says of its own number is right in its own namespace only.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        with contextlib.suppress(OSError):
+            probe.connect(str(path))
+            if sys.platform == "darwin":
+                return probe.getsockopt(0, 2)  # SOL_LOCAL, LOCAL_PEERPID
+            return int(struct.unpack("iII", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+    return 0
 
 
 def human_bytes(count: float) -> str:

@@ -48,8 +48,18 @@ from smoe_mp.config import LoadedConfig
 from smoe_mp.errors import ConfigError, IdError, SmoeError
 from smoe_mp.fit import fit
 from smoe_mp.identity import Change, Watch
+from smoe_mp.notify import Notify
 from smoe_mp.pool import RETRY_S, Pool
-from smoe_mp.process import STOP_SIGNALS, Child, ExitWatch, Loop, SignalInbox, WatchPipe, end_all
+from smoe_mp.process import (
+    STOP_SIGNALS,
+    Child,
+    ExitWatch,
+    Loop,
+    SignalInbox,
+    WatchPipe,
+    end_all,
+    reap_orphans,
+)
 from smoe_mp.remote import Demand, Remote
 from smoe_mp.runtime import group_id, human_bytes, version
 from smoe_mp.sources import Source, open_source
@@ -109,6 +119,9 @@ class Supervisor:
     def __init__(self, loaded: LoadedConfig, parent: int = 0) -> None:
         self._loaded, self._config = loaded, loaded.config
         self._parent, self._parent_watch = parent, None if parent == 0 else _watch_parent(parent)
+        notify = Notify.from_environment(os.environ)
+        self._notify = Notify() if parent else notify  # a private system is not its parent's service
+        self._said_health = "ok"
         self._loop = Loop()
         self._workers = Pool(
             range(127), start=self._start_worker, usable=self._worker_usable, on_death=self._worker_died
@@ -175,6 +188,7 @@ class Supervisor:
             self._say(f'ready: attach with smoe_mp.attach("{self._config.name}")')
             if on_ready is not None:
                 on_ready()
+            self._notify.ready(self._summary())
             self._serve()
         left = "left to the next `smoe-mp up`" if self._keep_ring else "removed"
         self._say(f"stopped: ring {self._config.name} {left}")
@@ -342,6 +356,11 @@ class Supervisor:
     def under_way(self) -> bool:
         """Whether reads of a drained ring have not finished yet."""
         return self._state == "drained" and self._workers.alive > 0
+
+    def _summary(self) -> str:
+        """A line for a service manager."""
+        ring, health = self._segments, self._said_health
+        return f"ring {ring.name}: {ring.n_slots} slots, {self._workers.target} workers, {health}"
 
     def _health(self) -> str:
         """ "ok", or what is wrong, for people."""
@@ -590,7 +609,7 @@ class Supervisor:
         swept = time.monotonic()
         self._files = Watch(self._source, self._config.vault.check_s)
         while not self._stop_reason:
-            due_s = min(self._workers.tick(), self._prewarm.tick(), SWEEP_S)
+            due_s = min(self._workers.tick(), self._prewarm.tick(), self._notify.ping(), SWEEP_S)
             self._checking.tick()
             self._remote.tick()
             if self._control is not None:
@@ -600,6 +619,7 @@ class Supervisor:
                 swept = time.monotonic()
                 self._sweep()
         self._say(f"stopping: {self._stop_reason}")
+        self._notify.stopping(self._stop_reason)
 
     def _worker_died(self, epitaph: str) -> None:
         if self._state == "starting":
@@ -649,6 +669,12 @@ class Supervisor:
                 " clients go on, new ones cannot attach; stop and start the system when they are done"
                 " (RemoveIPC of systemd-logind does this when a user without linger logs out)"
             )
+
+        if os.getpid() == 1:
+            reap_orphans([child.pid for child in (*self._workers.all, *self._prewarm.all)])
+        if (health := self._health()) != self._said_health:
+            self._said_health = health
+            self._notify.status(self._summary())
 
     def _check_files(self) -> None:
         """Look at the source's files when it is time to, or when reads have failed."""
@@ -751,6 +777,8 @@ class Supervisor:
     def _say(self, text: str, level: int = logging.INFO, **fields: object) -> None:
         """A line of the log; `fields` are its own in JSON."""
         log.log(level, "%s", text, extra={"fields": fields})
+        if self._state == "starting":
+            self._notify.status(text)
 
     def _warn(self, text: str, **fields: object) -> None:
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]  # for months, not for ever
