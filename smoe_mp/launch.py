@@ -206,11 +206,11 @@ def _end(child: subprocess.Popen[bytes], name: str, owner: int) -> None:
             pipe.close()
     killed = child.returncode is None or child.returncode < 0
     if killed and child.returncode != -signal.SIGTERM:  # by that one: it had made nothing yet
-        _clear(name)
+        clear(name)
 
 
-def _clear(name: str) -> None:
-    """Remove what a supervisor that was killed could not."""
+def clear(name: str) -> None:
+    """Remove what a supervisor that was killed could not; nothing where one still serves the ring."""
     with contextlib.suppress(SmoeError):
         segments.remove_orphan(name)
     with contextlib.suppress(SmoeError, OSError):
