@@ -55,6 +55,7 @@ from smoe_mp.runtime import (
     group_id,
     human_bytes,
     human_duration,
+    is_served,
     make_runtime_folder,
     serving_pid,
     socket_path,

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp._native import check, ffi, lib, new_error
-from smoe_mp.segments import CENSUS, PREWARM_WORDS, STATES, check_name, counters, participants
+from smoe_mp.segments import CENSUS, PREWARM_WORDS, STATES, check_name, participants
+from smoe_mp.stats import counters
 
 HELD, GUESS = lib.SMOE_SHOWN_HELD, lib.SMOE_SHOWN_GUESS
 

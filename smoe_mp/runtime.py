@@ -199,6 +199,11 @@ def socket_path(name: str) -> Path:
     return path
 
 
+def events_path(control: Path) -> Path:
+    """The socket of the events, beside that of the commands."""
+    return control.with_suffix(".evt")
+
+
 def is_served(path: Path) -> bool:
     """Whether some process listens on the socket at `path`; a socket file alone proves nothing."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -33,7 +33,7 @@ from msgspec import Struct
 from smoe_mp.control.protocol import MESSAGE_BYTES_MAX, VERSION
 from smoe_mp.control.sockets import bind
 from smoe_mp.errors import ControlError
-from smoe_mp.runtime import check_reachable, socket_path
+from smoe_mp.runtime import check_reachable, events_path, socket_path
 
 EVENTS = ("state", "worker", "warning", "error", "prewarm", "verify", "stats")
 QUEUE_MAX = 256  # events that wait for one subscriber
@@ -48,11 +48,6 @@ class Event(Struct, frozen=True, kw_only=True):
     time: float
     event: str
     data: dict[str, Any]
-
-
-def events_path(control: Path) -> Path:
-    """The socket of the events, beside that of the commands."""
-    return control.with_suffix(".evt")
 
 
 class Publisher:

@@ -23,10 +23,10 @@ from msgspec import Struct
 
 from smoe_mp.control import protocol
 from smoe_mp.control.commands import COMMANDS, AnyCommand, Later, System
-from smoe_mp.control.events import Publisher, events_path
+from smoe_mp.control.events import Publisher
 from smoe_mp.control.sockets import bind
 from smoe_mp.errors import ControlError, SmoeError
-from smoe_mp.runtime import is_served
+from smoe_mp.runtime import events_path, is_served
 
 BATCH = 64  # messages handled at a turn, so that a flood cannot keep the supervisor from its other work
 PENDING_MAX = 256  # commands under way

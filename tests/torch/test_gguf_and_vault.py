@@ -15,13 +15,14 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-import ggufmodels  # noqa: E402
 import tinymodels  # noqa: E402
+from ggufmodels import add_tokenizer  # noqa: E402
 from support import serve  # noqa: E402
 from test_families import assert_alike, resident  # noqa: E402
 from trained import VAULT, write_trained  # noqa: E402
 
 import smoe_mp.transformers  # noqa: E402
+from smoe_mp.bench.randommoe import write_gguf  # noqa: E402
 from smoe_mp.errors import ModelError, VaultError  # noqa: E402
 from smoe_mp.pack import pack  # noqa: E402
 from smoe_mp.sources import open_source  # noqa: E402
@@ -35,11 +36,12 @@ WIDE = {"hidden_size": 64, "moe_intermediate_size": 96}
 def test_a_gguf_file_is_the_model_that_transformers_makes_of_it(
     tmp_path: Path, streamed: Load, experts: str, dense: str, dtype: torch.dtype
 ) -> None:
-    path = ggufmodels.write_gguf(
+    path = write_gguf(
         tmp_path / "model.gguf",
         tinymodels.build("qwen3_moe", torch.float32, **WIDE),
         experts=experts,
         dense=dense,
+        tokenizer=add_tokenizer,
     )
     model = streamed(path, dtype=dtype)
     assert model.config.moe_intermediate_size == 96
@@ -55,7 +57,7 @@ def test_a_gguf_file_is_the_model_that_transformers_makes_of_it(
 
 def test_a_gguf_file_has_its_tokenizer(tmp_path: Path) -> None:
     model = tinymodels.build("qwen3_moe", torch.float32, **WIDE)
-    path = ggufmodels.write_gguf(tmp_path / "model.gguf", model)
+    path = write_gguf(tmp_path / "model.gguf", model, experts="Q8_0", dense="F32", tokenizer=add_tokenizer)
     tokenizer = smoe_mp.transformers.load_tokenizer(path)
     ids = tokenizer("cabbage").input_ids
     assert tokenizer.decode(ids) == "cabbage"

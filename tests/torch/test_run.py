@@ -23,12 +23,14 @@ transformers: Any = pytest.importorskip("transformers", reason="needs transforme
 pytest.importorskip("jinja2", reason="needs jinja2, for chat templates")
 
 import tinymodels  # noqa: E402
+from ggufmodels import add_tokenizer  # noqa: E402
 from support import LIMIT_S, SHM, shm_of  # noqa: E402
 from trained import write_trained  # noqa: E402
 from wordmodels import TEMPLATE, prompted, resident, write_words  # noqa: E402
 
 from smoe_mp import cli, models  # noqa: E402
 from smoe_mp import run as running  # noqa: E402
+from smoe_mp.bench.randommoe import write_gguf  # noqa: E402
 from smoe_mp.launch import PrivateSystem, private_system  # noqa: E402
 from smoe_mp.run import Conversation, Sampling, Speaker  # noqa: E402
 
@@ -189,12 +191,18 @@ def report(
 def test_a_gguf_file_whole_or_any_part_or_its_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ggufmodels = pytest.importorskip("ggufmodels", reason="needs gguf")
+    pytest.importorskip("gguf", reason="needs gguf")
     pytest.importorskip("accelerate", reason="needs accelerate, for transformers' own loading of GGUF")
     model = tinymodels.build("qwen3_moe", torch.float32, hidden_size=64, moe_intermediate_size=96)
-    whole = ggufmodels.write_gguf(folder / "whole.gguf", model, chat_template=TEMPLATE)
+
+    def chatty(writer: Any, size: int) -> None:
+        add_tokenizer(writer, size)
+        writer.add_chat_template(TEMPLATE)
+
+    kinds: dict[str, Any] = {"experts": "Q8_0", "dense": "F32", "tokenizer": chatty}
+    whole = write_gguf(folder / "whole.gguf", model, **kinds)
     (folder / "parts").mkdir()
-    ggufmodels.write_gguf(folder / "parts/parts.gguf", model, chat_template=TEMPLATE, split=12)
+    write_gguf(folder / "parts/parts.gguf", model, **kinds, split=12)
     last = max((folder / "parts").iterdir())
     assert last.name == "parts-00003-of-00003.gguf"
     reference = transformers.AutoModelForCausalLM.from_pretrained(

@@ -14,7 +14,7 @@ import zmq
 
 from smoe_mp import runtime
 from smoe_mp.control import events
-from smoe_mp.control.events import EventStream, Publisher, events_path
+from smoe_mp.control.events import EventStream, Publisher
 from smoe_mp.errors import ConfigError, ControlError
 
 NAME = "fake"
@@ -32,7 +32,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def publisher(folder: Path) -> Iterator[Publisher]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = Publisher(context, events_path(runtime.socket_path(NAME)))
+    made = Publisher(context, runtime.events_path(runtime.socket_path(NAME)))
     yield made
     made.close()
     context.term()
