@@ -114,14 +114,14 @@ struct counted {
 static inline uint32_t phase_word(uint32_t phase, uint32_t word) {
     return SMOE_COUNTER_WORDS + phase * SMOE_PHASE_WORDS + word;
 }
-/* For counters from SMOE_C_PHASED on. */
-static inline void count(smoe_ring *r, enum smoe_counter c, uint64_t n) {
-    atomic_fetch_add_explicit(&r->counters[r->id][c], n, memory_order_relaxed);
+/* For counters from SMOE_C_PHASED on, and other words of a row. */
+static inline void count(smoe_ring *r, uint32_t word, uint64_t n) {
+    atomic_fetch_add_explicit(&r->counters[r->id][word], n, memory_order_relaxed);
 }
 INTERNAL uint32_t counters_bucket(uint64_t ns);
 INTERNAL void counters_begin(smoe_ring *r);
-INTERNAL void counters_prepare(smoe_ring *r, uint32_t s, const struct counted *c, uint32_t n, uint64_t ns);
-INTERNAL void counters_settle(smoe_ring *r, uint32_t id);
+INTERNAL void counters_add_read(smoe_ring *r, uint32_t s, const struct counted *c, uint32_t n, uint64_t ns);
+INTERNAL void counters_confirm(smoe_ring *r);
 INTERNAL void counters_recover(smoe_ring *r, uint32_t worker);
 
 /* slot.c: the only writer of slot words. */

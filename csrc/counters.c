@@ -7,18 +7,18 @@
  *
  * What a call demands is counted once it has got it; a client killed inside a call leaves that call uncounted.
  *
- * A read is counted once, by whichever worker published it, also where a worker is killed between publishing
- * and counting.  The two are different words, so neither order alone would do:
+ * A read is counted once, by whichever worker published it, also where a worker is killed between counting and
+ * publishing.  The two are different words, so no order alone would do:
  *
- *   counters_prepare   the worker's mark: its row as it will be after this read
+ *   counters_add_read  the worker's mark: its row as it is without this read
  *                      publishing: the slot
+ *                      the row: with this read, so that whoever sees the bytes sees it counted
  *   slot_publish       (or slot_fail)
- *   counters_settle    the row becomes what the mark says
- *                      publishing: none
+ *   counters_confirm   publishing: none
  *
  * Who sweeps after a dead worker, and before the slot's word is touched, looks at `publishing`: is the slot READING
- * with the dead one's number still, then it was not published, and nothing is to be counted; else the row becomes
- * what the mark says.  That may be done twice, by a sweeper that takes over from a killed one.
+ * with the dead one's number still, then it was not published, and the row becomes what the mark says.  That may
+ * be done twice, by a sweeper that takes over from a killed one.
  *
  * Demands and waits are counted by phase, as the calling thread says: prefill, decode, or unsaid.  The length of
  * waits and reads goes into buckets that double in width, one addition each; a hit asks no clock.
@@ -67,20 +67,18 @@ void counters_begin(smoe_ring *r) {
     copy(r->marks[r->id], r->counters[r->id], SMOE_COUNTER_ROW);
 }
 
-void counters_prepare(smoe_ring *r, uint32_t s, const struct counted *c, uint32_t n, uint64_t ns) {
-    _Atomic uint64_t *mark = r->marks[r->id];
-    copy(mark, r->counters[r->id], WORKER_WORDS);
-    for (uint32_t i = 0; i < n; i++)
-        atomic_fetch_add_explicit(&mark[c[i].counter], c[i].n, memory_order_relaxed);
-    atomic_fetch_add_explicit(&mark[phase_word(0, SMOE_BUCKET_WORD + counters_bucket(ns))], 1, memory_order_relaxed);
+void counters_add_read(smoe_ring *r, uint32_t s, const struct counted *c, uint32_t n, uint64_t ns) {
+    copy(r->marks[r->id], r->counters[r->id], WORKER_WORDS);
     atomic_store_explicit(&r->participants[r->id].publishing, s + 1, memory_order_release);
-    FAILPOINT("count.prepared");
+    FAILPOINT("count.marked");
+    for (uint32_t i = 0; i < n; i++)
+        count(r, c[i].counter, c[i].n);
+    count(r, phase_word(0, SMOE_BUCKET_WORD + counters_bucket(ns)), 1);
+    FAILPOINT("count.added");
 }
 
-void counters_settle(smoe_ring *r, uint32_t id) {
-    copy(r->counters[id], r->marks[id], WORKER_WORDS);
-    FAILPOINT("count.settled");
-    atomic_store_explicit(&r->participants[id].publishing, 0, memory_order_release);
+void counters_confirm(smoe_ring *r) {
+    atomic_store_explicit(&r->participants[r->id].publishing, 0, memory_order_release);
 }
 
 /* The worker is dead; its slot's word is as it left it. */
@@ -90,11 +88,10 @@ void counters_recover(smoe_ring *r, uint32_t worker) {
     if (s >= r->n_slots)
         return;
     uint64_t w = slot_word(r, s);
-    if (WORD_STATE(w) != SMOE_READING || WORD_WORKER(w) != worker)
-        counters_settle(r, id);
-    else
-        atomic_store_explicit(&r->participants[id].publishing, 0, memory_order_release);
+    if (WORD_STATE(w) == SMOE_READING && WORD_WORKER(w) == worker)
+        copy(r->counters[id], r->marks[id], WORKER_WORDS);
     FAILPOINT("recover.counted");
+    atomic_store_explicit(&r->participants[id].publishing, 0, memory_order_release);
 }
 
 /* --- reading ------------------------------------------------------------------------------------------ */

@@ -52,8 +52,8 @@
     X("wake.slot")                                                                                                     \
     X("publish.done")                                                                                                  \
     X("publish.guess_cleared")                                                                                         \
-    X("count.prepared")                                                                                                \
-    X("count.settled")                                                                                                 \
+    X("count.marked")                                                                                                  \
+    X("count.added")                                                                                                   \
     X("error.begun")                                                                                                   \
     X("fail.recorded")                                                                                                 \
     X("fail.word")                                                                                                     \

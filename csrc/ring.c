@@ -270,8 +270,8 @@ static void asked_as(struct asked *a, enum smoe_counter kind) {
     a->kinds += 1ull << 16 * kind;
 }
 
-static void count_phased(smoe_ring *r, enum smoe_counter c, uint64_t n) {
-    atomic_fetch_add_explicit(&r->counters[r->id][phase_word(thread_phase, c)], n, memory_order_relaxed);
+static void count_phased(smoe_ring *r, uint32_t c, uint64_t n) {
+    count(r, phase_word(thread_phase, c), n);
 }
 
 static void count_asked(smoe_ring *r, const struct asked *a) {
@@ -602,10 +602,10 @@ static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
         rc = reserve_batch(r, holds, n, &asked) ? 0 : busy(r, e, n);
     if (rc == 0)
         rc = acquire_rest(r, holds, n, limit, &asked, e);
-    if (asked.pushed)
-        doorbell_ring(r, (int)asked.pushed);
     if (rc >= 0)
         count_asked(r, &asked);
+    if (asked.pushed)
+        doorbell_ring(r, (int)asked.pushed);
     if (rc >= 0 && tracing(r))
         trace_holds(r, SMOE_TRACE_DEMAND, (uint32_t)layer, holds, n);
     return rc;

@@ -347,7 +347,7 @@ static void finish(struct worker *w, uint32_t s, uint64_t word, const struct out
     atomic_store_explicit(&slot->read_started_ns, 0, memory_order_relaxed);
     atomic_store_explicit(&slot->kills, 0, memory_order_relaxed);
     atomic_store_explicit(&r->hot->landed_ns, now, memory_order_relaxed);
-    counters_prepare(r, s, counts, sizeof counts / sizeof *counts, now - began);
+    counters_add_read(r, s, counts, sizeof counts / sizeof *counts, now - began);
     if (o->error) {
         slot_error_set(r, s, o->error, o->file, o->offset, o->wanted, o->got);
         FAILPOINT("fail.recorded");
@@ -357,7 +357,7 @@ static void finish(struct worker *w, uint32_t s, uint64_t word, const struct out
         FAILPOINT("publish.stamped");
         slot_publish(r, s, w->number);
     }
-    counters_settle(r, r->id);
+    counters_confirm(r);
     FAILPOINT("publish.done");
     guess_clear(r, s);
     FAILPOINT("publish.guess_cleared");

@@ -408,18 +408,18 @@ static void dead_second_worker(struct scene *s) {
     work_until(s, WORKER_ID + 1, "read.done");
 }
 
-/* It published and had not counted; or was about to publish. */
-static void dead_uncounted_worker(struct scene *s) {
+/* It has counted, and published; or it was about to publish. */
+static void dead_published_worker(struct scene *s) {
     work_until(s, WORKER_ID, "publish.word");
 }
 
 static void dead_unpublished_worker(struct scene *s) {
-    work_until(s, WORKER_ID, "count.prepared");
+    work_until(s, WORKER_ID, "count.added");
 }
 
-static void s_uncounted(struct scene *s) {
+static void s_published(struct scene *s) {
     s_demand(s);
-    die_in(s, dead_uncounted_worker);
+    die_in(s, dead_published_worker);
 }
 
 static void s_unpublished(struct scene *s) {
@@ -521,10 +521,11 @@ static const struct point POINTS[] = {
     {"publish.done", 1, s_demand, v_work, false, false},
     {"publish.done", 1, s_guess, v_work, false, false},
     {"publish.guess_cleared", 1, s_guess, v_work, false, false},
-    {"count.prepared", 1, s_demand, v_work, false, false},
-    {"count.prepared", 1, s_demand_that_fails, v_work, false, false},
-    {"count.settled", 1, s_demand, v_work, false, false},
-    {"count.settled", 1, s_demand_that_fails, v_work, false, true},
+    {"count.marked", 1, s_demand, v_work, false, false},
+    {"count.marked", 1, s_demand_that_fails, v_work, false, false},
+    {"count.added", 1, s_demand, v_work, false, false},
+    {"count.added", 1, s_guess, v_work, false, false},
+    {"count.added", 1, s_demand_that_fails, v_work, false, false},
     {"error.begun", 1, s_demand_that_fails, v_work, false, false},
     {"error.begun", 1, s_killer, v_sweep, true, true},
     {"error.begun", 1, s_unserved, v_give_up, true, true},
@@ -562,8 +563,7 @@ static const struct point POINTS[] = {
     {"recover.requeued", 1, s_dead_worker, v_attach_worker, false, false},
     {"recover.rung", 1, s_dead_worker, v_attach_worker, false, false},
     {"register.filled", 1, s_dead_worker, v_attach_worker, false, false},
-    {"count.settled", 1, s_uncounted, v_attach_worker, false, false},
-    {"recover.counted", 1, s_uncounted, v_attach_worker, false, false},
+    {"recover.counted", 1, s_published, v_attach_worker, false, false},
     {"recover.counted", 1, s_unpublished, v_attach_worker, false, false},
     {"recover.slot_dropped", 3, nothing, v_detach, false, false},
     {"recover.reservation_back", 1, nothing, v_detach, false, false},
@@ -582,8 +582,7 @@ static const struct point POINTS[] = {
     {"recover.busy_back", 1, s_wreck, v_sweep, true, false},
     {"recover.client_done", 1, s_wreck, v_sweep, true, false},
     {"recover.client_done", 2, s_wreck, v_sweep, true, false},
-    {"count.settled", 1, s_uncounted, v_sweep, true, false},
-    {"recover.counted", 1, s_uncounted, v_sweep, true, false},
+    {"recover.counted", 1, s_published, v_sweep, true, false},
     {"recover.requeued", 1, s_unpublished, v_sweep, true, false},
     {"recover.counted", 1, s_unpublished, v_sweep, true, false},
     {"recover.killer_recorded", 1, s_killer, v_sweep, true, true},
