@@ -192,7 +192,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_check_served", interrupted)
+    monkeypatch.setattr(cli, "check_served", interrupted)
     assert run(monkeypatch, "status", "r") == 130
     assert "Traceback" not in capsys.readouterr().err
 
