@@ -204,10 +204,11 @@ def _rates(view: View, now: Sample, before: Sample) -> Iterator[Text]:
     )
     yield _hits("now", {k: per_s(k) for k in ("hits", "joins", "promoted", "misses")}, "/s")
     yield _hits("in all", {k: now.counters.get(k, 0) for k in ("hits", "joins", "promoted", "misses")}, "")
-    guesses = now.counters.get("guesses", 0)
+    guesses, used = now.counters.get("guesses", 0), now.counters.get("guess_hits", 0)
     wasted = now.counters.get("guess_wasted", 0)
     yield _line(
-        f"[bold]guesses[/] {guesses:,}, wasted {wasted:,}, dropped {now.counters.get('guess_drops', 0):,}"
+        f"[bold]guesses[/] {guesses:,}: {used:,} used, {wasted:,} wasted,"
+        f" {now.counters.get('guess_drops', 0):,} dropped"
     )
 
 
