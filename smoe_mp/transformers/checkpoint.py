@@ -46,7 +46,7 @@ def open_checkpoint(path: str | Path, config: Any = None) -> Checkpoint:
     chosen = _given(config) if config is not None else _own_config(source)
     model_class = _class_of(chosen, source)
     _check_family(chosen, source)
-    _check_unquantized(chosen, source)
+    _settle_quantization(chosen, source)
     return Checkpoint(where, source, chosen, model_class)
 
 
@@ -125,10 +125,14 @@ def _check_family(config: Any, source: Source) -> None:
         )
 
 
-def _check_unquantized(config: Any, source: Source) -> None:
+def _settle_quantization(config: Any, source: Source) -> None:
+    """MXFP4 is of experts alone, which are decoded as they are used: to transformers the model is plain."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None and source.format == "safetensors":
         fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+        if fields.get("quant_method") == "mxfp4":
+            del config.quantization_config
+            return
         raise ModelError(
             f"{source.path}: its weights are quantised ({fields.get('quant_method')}), which is not supported"
             " yet in a folder: take the unquantised model, a GGUF file of it, or a vault"
