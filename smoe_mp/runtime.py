@@ -10,23 +10,27 @@ Beside it, two trifles that the supervisor and the command line share: the versi
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import os
 import socket
 import stat
 import sys
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from smoe_mp.errors import ConfigError
 
 SOCKET_PATH_MAX = 103 if sys.platform == "darwin" else 107  # bytes in sockaddr_un.sun_path, less the NUL
 
 
+@functools.cache
 def version() -> str:
     """The version of the installed package, "unknown" where it is not installed."""
+    metadata: Any = importlib.import_module("importlib.metadata")  # which takes long, and few ask
     try:
-        return metadata.version("smoe-mp")
+        return str(metadata.version("smoe-mp"))
     except metadata.PackageNotFoundError:
         return "unknown"
 
