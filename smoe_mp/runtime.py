@@ -23,14 +23,15 @@ import contextlib
 import functools
 import grp
 import hashlib
+import importlib
 import os
 import socket
 import stat
 import struct
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from smoe_mp.errors import ConfigError, ControlError
 
@@ -40,8 +41,9 @@ SOCKET_PATH_MAX = 103 if sys.platform == "darwin" else 107  # bytes in sockaddr_
 @functools.cache
 def version() -> str:
     """The version of the installed package, "unknown" where it is not installed."""
+    metadata: Any = importlib.import_module("importlib.metadata")  # which takes long, and few ask
     try:
-        return metadata.version("smoe-mp")
+        return str(metadata.version("smoe-mp"))
     except metadata.PackageNotFoundError:
         return "unknown"
 

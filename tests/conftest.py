@@ -1,8 +1,8 @@
-"""What all tests share: the folder ../shared, made-up sources of experts, and signals as a terminal's job has
-them."""
+"""What all tests share: the folder ../shared, made-up sources of experts, and what their children inherit."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -10,7 +10,15 @@ import pytest
 from support import SHARED, StampedSource, stamped_source
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """What children inherit: signals that they may be sent, and a place for bytecode."""
+    _take_signals()
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", "") and config.cache is not None:
+        # The children are many, and each would compile all that it imports.
+        os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
+
+
+def _take_signals() -> None:
     """A shell's background job ignores SIGINT, and one under nohup SIGHUP; so would their children, to whom
     tests send both.  What is caught here is the default in a child."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

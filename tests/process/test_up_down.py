@@ -18,11 +18,11 @@ from systems import (
     assert_nothing_left,
     processes_of,
     segments_of,
-    smoe_mp,
     wait_ended,
     watched,
     write_config,
 )
+from systems import smoe_mp_process as smoe_mp
 
 from smoe_mp import runtime
 from smoe_mp.sources import open_source
