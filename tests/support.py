@@ -391,14 +391,30 @@ def _client(name: str) -> None:
     """`Client`'s other half."""
     ring = smoe_mp.attach(name)
     batches: list[smoe_mp.Batch] = []
+    phase = contextlib.ExitStack()
     _say({"id": ring.client_id})
     for line in sys.stdin:
         order = json.loads(line)
         try:
             match order.pop("op"):
+                case "phase":
+                    phase.close()
+                    phase.enter_context(ring.phase(**order))
+                    _say(True)
                 case "fetch":
                     batches.append(ring.fetch(**order))
                     _say([checksum(x) for x in batches[-1]])
+                case "acquire":
+                    batches.append(ring.acquire(**order))
+                    _say(True)
+                case "wait":
+                    _say([checksum(x) for batch in batches for x in batch.wait()])
+                case "claim":
+                    batch = ring.claim_specific(**order)
+                    batches += [batch] if batch else []
+                    _say(batch is not None)
+                case "speculate":
+                    _say(ring.speculate(**order))
                 case "release":
                     for batch in batches:
                         batch.release()

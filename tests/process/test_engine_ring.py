@@ -13,7 +13,7 @@ from systems import smoe_mp as run
 
 import smoe_mp
 from smoe_mp import models
-from smoe_mp.engine import Cache, Engine, Experts, ResidentExperts
+from smoe_mp.engine import Cache, Config, Engine, Experts, ResidentExperts
 
 PROMPT = b'def read_lines(path):\n    """'
 TOKENS = 12
@@ -42,6 +42,11 @@ def test_streamed_and_resident_are_the_same_bits(up: Up, ring_name: str, tiny: P
     assert len(streamed[0]) == TOKENS
     assert stats["misses"] > 0
     assert slots < 256 or stats["hits"] > 0
+    phases, config = stats["client"]["phases"], Config.read(tiny / "config.json")
+    assert list(phases) == ["prefill", "decode"]
+    of_a_token = config.num_hidden_layers * config.num_experts_per_tok
+    assert phases["decode"]["demanded"] == (TOKENS - 1) * of_a_token
+    assert phases["prefill"]["demanded"] > of_a_token
 
 
 def first_token(system: System, tiny: Path) -> dict[str, int]:
