@@ -17,6 +17,7 @@
  *   │ bounds         u64 [n_spans * 64]          │
  *   │ empties        u64 [n_spans * 64]  (hints) │
  *   │ guesses        u64 [n_spans * 64]  (hints) │
+ *   │ colds          u64 [n_spans * 64]  (hints) │
  *   │ demand cells   u64 [capacity]              │
  *   │ spec. cells    u64 [capacity]              │
  *   │ homes          u32 [n_experts]             │
@@ -43,7 +44,7 @@
 #include <stdint.h>
 
 #define SMOE_MAGIC 0x474E4952454F4D53ull /* "SMOERING", little-endian */
-#define SMOE_ABI   3u
+#define SMOE_ABI   4u
 
 #define SMOE_SLOT_ALIGN  16384u     /* slots start on, and are a multiple of, 16 KiB */
 #define SMOE_PAGE_ALIGN  65536u     /* the largest page size that we meet */
@@ -186,8 +187,8 @@ struct smoe_header {
     uint32_t verify; /* 1: reads are held against the experts' checksums */
     /* Region offsets from the segment's start. */
     uint64_t off_hot, off_reservations, off_participants, off_counters, off_file_modes;
-    uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_demand, off_speculative;
-    uint64_t off_homes, off_histogram, off_words, off_slots, off_trace;
+    uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_colds;
+    uint64_t off_demand, off_speculative, off_homes, off_histogram, off_words, off_slots, off_trace;
     uint64_t tables_offset;
     uint64_t off_grid, off_experts, off_windows, off_parts, off_moves;
     uint64_t off_layouts, off_tensors, off_files, off_strings;

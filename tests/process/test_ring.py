@@ -888,7 +888,7 @@ def test_a_timeout_for_want_of_a_slot_names_the_expert(source: StampedSource) ->
             control.write(bytes(8))
 
 
-OFF_SLOTS = 280  # where the header says where the slots are
+OFF_SLOTS = 288  # where the header says where the slots are
 
 
 def test_the_ring_s_own_deadline_is_the_default(source: StampedSource) -> None:
