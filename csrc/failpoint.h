@@ -30,6 +30,7 @@
     X("acquire.pushed")                                                                                                \
     /* hints and ticks */                                                                                              \
     X("hint.empty_cleared")                                                                                            \
+    X("hint.cold_set")                                                                                                 \
     X("hint.guess_cleared")                                                                                            \
     X("stamp.drawn")                                                                                                   \
     /* queues */                                                                                                       \

@@ -192,12 +192,14 @@ static int space_nap(smoe_ring *r, uint32_t seen, unsigned tries, uint64_t deadl
     return plat_wait(&r->hot->space, seen, nap);
 }
 
-/* A time limit.  When it began is asked of the clock when somebody first has to wait: a hit asks none.  A
- * call that was interrupted goes on in the next one from where it began: the error record carries that. */
+/* A time limit, and beside it what a demand is told.  When it began is asked of the clock when somebody first has to
+ * wait: a hit asks none.  A call that was interrupted goes on in the next one from where it began: the error record
+ * carries that. */
 struct limit {
     int64_t ms;     /* below zero: the ring's read deadline */
     uint64_t began; /* 0: not asked yet */
     uint64_t waits; /* since when it waits for bytes; 0: it does not yet */
+    bool cold;      /* what has to be read is cold */
 };
 
 static struct limit limit_of(const smoe_ring *r, int64_t ms, smoe_error *e) {
@@ -285,8 +287,18 @@ static void count_guess_used(smoe_ring *r, uint32_t expert) {
     count(r, SMOE_C_GUESS_USED_BYTES, r->experts[expert].bytes);
 }
 
+/* The slot that is the next to be taken, and its word as seen; -1: none is free to be. */
+static int next_slot(smoe_ring *r, uint64_t *word) {
+    *word = 0;
+    int s = lru_find_empty(r);
+    if (s < 0)
+        s = lru_find_cold(r, word);
+    return s < 0 ? lru_victim(r, word) : s;
+}
+
 /* What follows a slot_take, for demand and guess alike. */
 static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
+    hint_not_cold(r, s);
     if (WORD_STATE(before) == SMOE_EMPTY) {
         hint_not_empty(r, s);
         FAILPOINT("take.hint_cleared");
@@ -313,10 +325,8 @@ static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
 static int take_slot(smoe_ring *r, uint32_t expert, struct limit *limit, smoe_error *e) {
     for (unsigned tries = 0;;) {
         uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
-        uint64_t word = 0;
-        int s = lru_find_empty(r);
-        if (s < 0)
-            s = lru_victim(r, &word);
+        uint64_t word;
+        int s = next_slot(r, &word);
         if (s < 0)
             s = unheld_queued(r, &word);
         if (s >= 0) {
@@ -384,7 +394,7 @@ static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, bool held_only,
         return false;
     if (held && !held_only)
         unreserve(r, 1); /* the slot is covered already */
-    lru_stamp(r, s);
+    lru_used(r, s);
     set_hold(hold, expert, s, j == JOIN_HIT);
     switch (j) {
     case JOIN_HIT:
@@ -427,6 +437,8 @@ static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct li
             return taken_slot;
         uint32_t s = (uint32_t)taken_slot;
         uint32_t named = home;
+        if (limit->cold)
+            hint_cold(r, s);
         if (!atomic_compare_exchange_strong_explicit(&r->homes[expert], &named, s + 1, memory_order_relaxed,
                                                      memory_order_relaxed) &&
             named != s + 1) {
@@ -623,6 +635,13 @@ int smoe_acquire_nowait(smoe_ring *r, int64_t layer, const int64_t *experts, uin
     return acquire(r, layer, experts, n, holds, false, &limit, e);
 }
 
+int smoe_acquire_cold(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int wait,
+                      int64_t timeout_ms, smoe_error *e) {
+    struct limit limit = limit_of(r, timeout_ms, e);
+    limit.cold = true;
+    return acquire(r, layer, experts, n, holds, wait != 0, &limit, e);
+}
+
 int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *hold, smoe_error *e) {
     int rc = serving_check(r, e);
     if (rc)
@@ -650,7 +669,7 @@ int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *
         unreserve(r, 1);
     if (!ok)
         return 0;
-    lru_stamp(r, s);
+    lru_used(r, s);
     set_hold(hold, (uint32_t)index, s, true);
     count(r, SMOE_C_CLAIMS, 1);
     count_popularity(r, (uint32_t)index);
@@ -955,10 +974,8 @@ static int guess_one(smoe_ring *r, uint32_t expert) {
             return 0;
     }
     for (int tries = 0; tries < 8; tries++) {
-        uint64_t word = 0;
-        int found = lru_find_empty(r);
-        if (found < 0)
-            found = lru_victim(r, &word);
+        uint64_t word;
+        int found = next_slot(r, &word);
         if (found < 0 || !guess_admit(r, (uint32_t)found))
             return -1;
         uint32_t s = (uint32_t)found;

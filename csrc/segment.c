@@ -167,6 +167,7 @@ static int lay_out(const smoe_geometry *g, struct smoe_header *h, smoe_error *e)
     REGION(off_bounds, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
     REGION(off_empties, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
     REGION(off_guesses, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
+    REGION(off_colds, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
     REGION(off_demand, (uint64_t)h->queue_capacity * sizeof(uint64_t));
     REGION(off_speculative, (uint64_t)h->queue_capacity * sizeof(uint64_t));
     REGION(off_homes, (uint64_t)h->n_experts * sizeof(uint32_t));
@@ -216,6 +217,7 @@ static void bind_regions(smoe_ring *r, unsigned char *base, const struct smoe_he
     r->bounds = (_Atomic uint64_t *)(base + h->off_bounds);
     r->empties = (_Atomic uint64_t *)(base + h->off_empties);
     r->guesses = (_Atomic uint64_t *)(base + h->off_guesses);
+    r->colds = (_Atomic uint64_t *)(base + h->off_colds);
     r->demand_cells = (_Atomic uint64_t *)(base + h->off_demand);
     r->speculative_cells = (_Atomic uint64_t *)(base + h->off_speculative);
     r->homes = (_Atomic uint32_t *)(base + h->off_homes);

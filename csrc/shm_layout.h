@@ -18,6 +18,7 @@
  *   │ bounds         u64 [n_spans * 64]          │
  *   │ empties        u64 [n_spans * 64]  (hints) │
  *   │ guesses        u64 [n_spans * 64]  (hints) │
+ *   │ colds          u64 [n_spans * 64]  (hints) │
  *   │ demand cells   u64 [capacity]              │
  *   │ spec. cells    u64 [capacity]              │
  *   │ homes          u32 [n_experts]             │
@@ -199,8 +200,8 @@ struct smoe_header {
     uint32_t verify; /* 1: reads are held against the experts' checksums */
     /* Region offsets from the segment's start. */
     uint64_t off_hot, off_reservations, off_participants, off_counters, off_marks, off_file_modes;
-    uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_demand, off_speculative;
-    uint64_t off_homes, off_histogram, off_words, off_slots, off_trace;
+    uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_colds;
+    uint64_t off_demand, off_speculative, off_homes, off_histogram, off_words, off_slots, off_trace;
     uint64_t tables_offset;
     uint64_t off_grid, off_experts, off_windows, off_parts, off_moves;
     uint64_t off_layouts, off_tensors, off_files, off_strings;

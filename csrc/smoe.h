@@ -132,6 +132,11 @@ int smoe_acquire(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_
 /* Like smoe_acquire, but if the reservation cannot be had at once, returns SMOE_EBUSY at once. */
 int smoe_acquire_nowait(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
                         smoe_error *error);
+/* Like smoe_acquire, for a part of a request that is more than the ring can keep: of what has to be read
+ * the slots are the next to be evicted, once released, until somebody asks for those experts again.  wait 0:
+ * if the reservation cannot be had at once, returns SMOE_EBUSY at once. */
+int smoe_acquire_cold(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int wait,
+                      int64_t timeout_ms, smoe_error *error);
 /* Wait until all n holds are resident.  Returns 0.  On SMOE_EREAD the failed hold is dropped and
  * *error names it; the others stay.  On SMOE_ETIMEOUT and SMOE_ENOSUPERVISOR the hold that was waited
  * for is dropped.  -EINTR (interruptible only): call again. */

@@ -45,6 +45,8 @@ _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 #: Ranks behind the top-k that a trace has of a router.
 TRACED_RANKS = 8
 _UNDER_WAY = (CENSUS.index("queued"), CENSUS.index("reading"))
+#: Slots that a request of more than the ring can keep goes on in, at most: enough for all workers to read.
+BULK_SLOTS = 64
 
 
 def _milliseconds(timeout: float | None) -> int:
@@ -555,6 +557,10 @@ class Ring:
         An expert is held until the next one is asked for (its views for as long as they are used).  More
         experts than half the ring are asked for in waves that never hold more than that half, so a
         request may be larger than the ring.  Errors as for `fetch`, at the expert concerned.
+
+        More experts than one token wants are taken for a prompt's, which wants as many of every layer.  If
+        the ring cannot keep all those, the request goes on in a quarter of the slots or fewer, so that what
+        else is used stays: what it has to read is the next to be evicted until somebody asks for it again.
         """
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = self._ids(experts)
@@ -650,8 +656,10 @@ class _Waves:
         self.asked = 0  # ids[:asked] have been demanded
         self.flying = 0  # demanded and not yet yielded
         self.ready: deque[int] = deque()
-        half = max(1, ring.slots // 2)
-        self.window = min(len(batch), half)
+        self.bulk = len(batch) > ring.top_k and len(batch) * ring.experts > ring.slots * ring._grid[1]
+        self.window = min(len(batch), max(1, ring.slots // 2))
+        if self.bulk:
+            self.window = min(self.window, max(2, ring.slots // 4), BULK_SLOTS)
 
     def _demand(self, n: int, wait: bool) -> bool:
         """Demand the next n, waiting for the reservation or not."""
@@ -660,7 +668,11 @@ class _Waves:
         ids = list(b._experts[self.asked : self.asked + n])
         code = -errno.EINTR
         while code == -errno.EINTR:
-            if wait:
+            if self.bulk:
+                code = lib.smoe_acquire_cold(
+                    handle.ptr, b._layer, ids, n, holds, wait, self.ms if wait else -1, error
+                )
+            elif wait:
                 code = lib.smoe_acquire(handle.ptr, b._layer, ids, n, holds, self.ms, error)
             else:
                 code = lib.smoe_acquire_nowait(handle.ptr, b._layer, ids, n, holds, error)

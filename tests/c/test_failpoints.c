@@ -125,6 +125,14 @@ static void v_acquire(struct scene *s) {
     acquire_of(r, 0, s->target);
 }
 
+static void v_acquire_cold(struct scene *s) {
+    smoe_ring *r = testring_client(&s->t);
+    smoe_hold h;
+    smoe_error e;
+    arm();
+    smoe_acquire_cold(r, 0, &s->target, 1, &h, 1, LIMIT_MS, &e);
+}
+
 static void v_acquire_too_many(struct scene *s) {
     smoe_ring *r = testring_client(&s->t);
     int64_t all[SLOTS];
@@ -486,6 +494,8 @@ static const struct point POINTS[] = {
     /* hints and ticks */
     {"hint.empty_cleared", 1, nothing, v_acquire, false, false},
     {"hint.empty_cleared", 1, nothing, v_guess, false, false},
+    {"hint.cold_set", 1, nothing, v_acquire_cold, false, false},
+    {"hint.cold_set", 1, s_full, v_acquire_cold, false, false},
     {"hint.guess_cleared", 1, s_guess, v_acquire_guess, false, false},
     {"hint.guess_cleared", 1, s_guess, v_work, false, false},
     {"stamp.drawn", 1, nothing, v_join, false, false},

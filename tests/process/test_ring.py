@@ -891,7 +891,7 @@ def test_a_timeout_for_want_of_a_slot_names_the_expert(source: StampedSource) ->
             control.write(bytes(8))
 
 
-OFF_WORDS = 288  # where the header says where the slot words are
+OFF_WORDS = 296  # where the header says where the slot words are
 
 
 def test_the_ring_s_own_deadline_is_the_default(source: StampedSource) -> None:
