@@ -115,7 +115,7 @@ histogram_add set_interruptible set_spin_us strerror error_text api_version bloc
 """
 SIZES = {
     "smoe_hold": 16,
-    "smoe_error": 64,
+    "smoe_error": 72,
     "smoe_tensor": 80,
     "smoe_part": 32,
     "smoe_block_type": 24,
