@@ -68,6 +68,12 @@
     X("guess.home_set")                                                                                                \
     X("guess.pushed")                                                                                                  \
     X("busy.word")                                                                                                     \
+    /* trace */                                                                                                        \
+    X("trace.drawn")                                                                                                   \
+    X("trace.begun")                                                                                                   \
+    X("trace.timed")                                                                                                   \
+    X("trace.entry")                                                                                                   \
+    X("trace.switched")                                                                                                \
     /* coming and going */                                                                                             \
     X("register.locked")                                                                                               \
     X("register.filled")                                                                                               \
@@ -83,6 +89,7 @@
     X("recover.killer_recorded")                                                                                       \
     X("recover.requeued")                                                                                              \
     X("recover.read_forgotten")                                                                                        \
+    X("recover.trace_off")                                                                                             \
     X("recover.mended")                                                                                                \
     X("recover.pushed")                                                                                                \
     X("recover.rung")                                                                                                  \

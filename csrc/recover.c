@@ -142,6 +142,7 @@ void recover_worker(smoe_ring *r, uint32_t worker) {
 /* A recorder that is gone records no more. */
 void recover_trace(smoe_ring *r) {
     atomic_store_explicit(&r->hot->tracing, 0, memory_order_relaxed);
+    FAILPOINT("recover.trace_off");
 }
 
 /* --- the sweep ---------------------------------------------------------------------------------------- */

@@ -183,6 +183,29 @@ def test_a_killed_recorder_leaves_nothing_on(up: Up, ring_name: str, made: Path,
     assert len(recorder.trace) == 0
 
 
+def test_a_recorder_that_dies_without_a_supervisor_is_followed_by_the_next(
+    up: Up, ring_name: str, made: Path, tmp_path: Path
+) -> None:
+    """Nobody sweeps: whoever records next finds recording on, and turns it off."""
+    system = up(vault=made, slots=20, more=QUIET)
+    with smoe_mp.attach(ring_name) as ring:
+        ring.fetch(0, [1, 2]).release()
+        system.kill()
+        command = [sys.executable, "-m", "smoe_mp", "trace", "record", ring_name, "-o", str(tmp_path / "a")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"recording {ring_name}: Ctrl-C ends it\n"
+        kill_and_wait(process.pid)
+        process.wait()
+        assert tracing(ring_name) == 1
+        ring.fetch(0, [2, 1]).release()
+        with Recorder(ring_name) as recorder:
+            ring.fetch(0, [1]).release()
+        assert rows(recorder.trace) == [("demand", 0, [1])]
+        assert tracing(ring_name) == 0
+    up(vault=made, slots=20, more=QUIET)
+
+
 def test_a_killed_client_costs_its_last_record_at_most(up: Up, ring_name: str, made: Path) -> None:
     up(vault=made, slots=20, more=QUIET)
     process, who = start_client(ring_name, 7, 1, 20_000)  # all in all less than the log holds
