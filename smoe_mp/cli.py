@@ -581,6 +581,7 @@ def _facts(result: StatusResult) -> Table:
         *([("waste", _waste_line(ring))] if ring.wasted_bytes else []),
         ("memory", _memory_line(ring)),
         ("health", result.health),
+        *([("metrics", f"{result.metrics.url}: {result.metrics.state}")] if result.metrics else []),
         ("prewarm", _prewarm_line(result.prewarm)),
         ("census", ", ".join(f"{count} {state}" for state, count in ring.census.items())),
         ("hit rate", "no demand yet" if result.hit_rate is None else f"{result.hit_rate:.1%}"),
@@ -605,6 +606,8 @@ def _waste_line(ring: RingStatus) -> str:
 
 
 def _memory_line(ring: RingStatus) -> str:
+    if ring.resident_bytes is None:
+        return f"{human_bytes(ring.locked_bytes)} locked"
     line = (
         f"{human_bytes(ring.resident_bytes)} of the ring in memory, {human_bytes(ring.locked_bytes)} locked"
     )

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smoe_mp._native import check, ffi, lib, new_error
+from smoe_mp import child
+from smoe_mp._native import ffi, lib
 from smoe_mp.segments import CENSUS, PREWARM_WORDS, STATES, check_name, participants
 from smoe_mp.stats import counters
 
@@ -25,14 +26,8 @@ class Observer:
     """
 
     def __init__(self, name: str, label: str) -> None:
-        out, error = ffi.new("smoe_ring **"), new_error()
-        role, text = lib.SMOE_ROLE_OBSERVER, label.encode()[:31]
-        check(lib.smoe_attach(check_name(name).encode(), role, 0, text, out, error), error, name)
-        self.ptr = out[0]
+        self.ptr, info = child.attach(check_name(name), "", lib.SMOE_ROLE_OBSERVER, label)
         self.name = name
-        info = ffi.new("smoe_info *")
-        lib.smoe_get_info(self.ptr, info)
-        self.creation = f"{info.creation[0]:016x}{info.creation[1]:016x}"
         self.slots, self.slot_bytes = int(info.n_slots), int(info.slot_bytes)
         self.experts, self.top_k = int(info.n_experts), int(info.top_k)
         pair = ffi.new("uint32_t[2]")

@@ -25,6 +25,8 @@ KINDS = ("hits", "joins", "promoted", "misses")
 BOUNDS_S: tuple[float, ...] = tuple(2**i / 1e6 for i in range(lib.SMOE_BUCKETS - 1))
 #: Ids that clients may have.
 CLIENT_IDS = range(32)
+#: The prewarm process's id: it guesses, and evicts for that.
+PREWARM_ID = 161
 
 _PHASED = (*KINDS, "waits", "wait_ns")
 

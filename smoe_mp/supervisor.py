@@ -48,6 +48,7 @@ from smoe_mp.config import LoadedConfig
 from smoe_mp.errors import ConfigError, IdError, SmoeError
 from smoe_mp.fit import fit
 from smoe_mp.identity import Change, Watch
+from smoe_mp.listener import Listener
 from smoe_mp.notify import Notify
 from smoe_mp.pool import RETRY_S, Pool
 from smoe_mp.process import (
@@ -129,6 +130,8 @@ class Supervisor:
         self._prewarm = Pool(
             (0,), start=self._start_prewarm, usable=self._prewarm_usable, on_death=self._prewarm_died
         )
+        self._metrics = Pool((0,), start=self._start_metrics, usable=lambda _: True, on_death=self._warn)
+        self._listener: Listener | None = None
         self._watch: WatchPipe
         self._histogram: Path | None = None
         self._keep_ring = self._was_live = False
@@ -177,6 +180,7 @@ class Supervisor:
             self._open_vault()
             self._probe_files()
             self._create_ring(undo)
+            self._listen(undo)
             self._start_children(undo)
             self._control = open_control(self)
             undo.callback(self._remote.close)
@@ -206,8 +210,8 @@ class Supervisor:
         self._stop_reason = self._stop_reason or "asked to by the control plane"
         return {"name": self._config.name, "pid": os.getpid(), **self._figures()}
 
-    def status(self) -> dict[str, Any]:
-        """All there is to know, as plain data."""
+    def status(self, memory: bool = True) -> dict[str, Any]:
+        """All there is to know, as plain data; without `memory` what is known at once."""
         ring, source = self._segments, self._source
         return {
             **self.identity(),
@@ -228,13 +232,14 @@ class Supervisor:
                 "data_bytes": ring.data_bytes,
                 "pages": ring.pages,
                 "locked_bytes": ring.locked_bytes,
-                "resident_bytes": ring.resident_bytes(),
+                "resident_bytes": ring.resident_bytes() if memory else None,
                 "wasted_bytes": ring.wasted_bytes,
                 "census": ring.census(),
             },
             "health": self._health(),
             "workers": self._worker_rows(ring.participants()),
             "prewarm": self._prewarm_status(),
+            "metrics": self._listener and {"url": self._listener.url, "state": self._metrics.state},
             "clients": ring.clients(),
             "config": self._loaded.effective(),
             "warnings": self._warnings,
@@ -402,6 +407,12 @@ class Supervisor:
 
     # --- the steps of a start ----------------------------------------------------------------------------
 
+    def _listen(self, undo: ExitStack) -> None:
+        if address := self._config.metrics.listen:
+            self._listener = Listener(address)
+            undo.callback(self._listener.close)
+            self._say(f"metrics: {self._listener.url}")
+
     def _open_vault(self) -> None:
         self._source = source = open_source(self._loaded.vault_path)
         total = sum(file.size for file in source.files)
@@ -559,6 +570,9 @@ class Supervisor:
         if self._config.prewarm.enabled:
             self._prewarm.set_target(1)
             self._prewarm.tick()
+        if self._listener is not None:
+            self._metrics.set_target(1)
+            self._metrics.tick()
 
     def _await_workers(self) -> None:
         """Start all workers.  One that dies now would die again: the start has failed."""
@@ -591,6 +605,13 @@ class Supervisor:
         argv += ["--histogram", str(self._histogram), "--fingerprint", self._fingerprint.hex()]
         return Child("prewarm", argv, self._watch, self._loop, self._child_said("prewarm"))
 
+    def _start_metrics(self, number: int) -> Child:
+        assert self._listener is not None
+        argv = [sys.executable, "-m", "smoe_mp.metrics", *self._ring_args()]
+        argv += ["--listen-fd", str(self._listener.fd)]
+        fds, said = [self._listener.fd], self._child_said("metrics")
+        return Child("metrics", argv, self._watch, self._loop, said, fds=fds)
+
     def _ring_args(self) -> list[str]:
         return ["--name", self._segments.name, "--creation", self._segments.creation_hex]
 
@@ -609,7 +630,9 @@ class Supervisor:
         swept = time.monotonic()
         self._files = Watch(self._source, self._config.vault.check_s)
         while not self._stop_reason:
-            due_s = min(self._workers.tick(), self._prewarm.tick(), self._notify.ping(), SWEEP_S)
+            due_s = min(
+                self._workers.tick(), self._prewarm.tick(), self._metrics.tick(), self._notify.ping(), SWEEP_S
+            )
             self._checking.tick()
             self._remote.tick()
             if self._control is not None:
@@ -727,7 +750,7 @@ class Supervisor:
     def _end_children(self) -> None:
         self._state = "stopping"
         self._tell_state()
-        helpers = [*self._prewarm.all, *self._checking.children]
+        helpers = [*self._prewarm.all, *self._metrics.all, *self._checking.children]
         for child in helpers:
             child.send(signal.SIGTERM)
         children = [*self._workers.all, *helpers]

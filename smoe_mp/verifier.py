@@ -12,22 +12,18 @@ demand no more than the read that was just under way.  It reports on stderr, a J
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from smoe_mp import histogram
-from smoe_mp._native import check, ffi, lib, new_error
+from smoe_mp import child, histogram
+from smoe_mp._native import lib
 from smoe_mp.errors import SmoeError, VaultError
-from smoe_mp.prewarm import watch
 from smoe_mp.segments import STATES
 from smoe_mp.sources import open_source
 from smoe_mp.verify import BadExpert, verify
@@ -41,13 +37,7 @@ class Verifier:
     """Checks the source at `path` beside the ring `name`."""
 
     def __init__(self, name: str, creation: str, path: Path, fingerprint: bytes) -> None:
-        out, error = ffi.new("smoe_ring **"), new_error()
-        check(lib.smoe_attach(name.encode(), lib.SMOE_ROLE_OBSERVER, 0, b"verify", out, error), error, name)
-        self._ring = out[0]
-        info = ffi.new("smoe_info *")
-        lib.smoe_get_info(self._ring, info)
-        if creation != f"{info.creation[0]:016x}{info.creation[1]:016x}":
-            raise SmoeError(f"ring {name}: was replaced")
+        self._ring, _ = child.attach(name, creation, lib.SMOE_ROLE_OBSERVER, "verify")
         self._source = open_source(path)
         if histogram.fingerprint(self._source) != fingerprint:
             raise VaultError(f"{path}: is not the model that the ring {name} was made for")
@@ -88,24 +78,15 @@ def _print(line: dict[str, object]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The process.  Exit status 0: all was looked at, whatever was found."""
-    parser = argparse.ArgumentParser(prog="smoe_mp.verifier")
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--creation", required=True)
+    parser = child.parser("smoe_mp.verifier")
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--fingerprint", type=bytes.fromhex, required=True)
-    parser.add_argument("--watch-fd", type=int, default=-1)
-    parser.add_argument("--ready-fd", type=int, default=-1)
     args = parser.parse_args(argv)
-    for ignored in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    if args.watch_fd >= 0:
-        threading.Thread(target=watch, args=(args.watch_fd,), daemon=True).start()
+    child.follow_supervisor(args.watch_fd)
     os.nice(10)
     try:
         verifier = Verifier(args.name, args.creation, args.source, args.fingerprint)
-        if args.ready_fd >= 0:
-            os.write(args.ready_fd, b"r")
-            os.close(args.ready_fd)
+        child.say_ready(args.ready_fd)
         verifier.run()
     except SmoeError as error:
         print(error, file=sys.stderr)

@@ -73,7 +73,7 @@ class FakeSystem:
             raise self.fault
         return {"name": NAME, "pid": 7, "version": "0", "state": "live"}
 
-    def status(self) -> dict[str, Any]:
+    def status(self, memory: bool = True) -> dict[str, Any]:
         return {
             **self.identity(),
             "uptime_s": 1.5,
