@@ -198,7 +198,7 @@ class Status(Command[StatusResult], tag="status", frozen=True, kw_only=True):
     """Show a running system: vault, ring, workers, clients, counters, settings."""
 
     result = StatusResult
-    cli = "status NAME [--json]"
+    cli = "status NAME [--json] [--watch [S]]"
     example = "smoe-mp status smoe-demo --json"
 
     def run(self, system: System, control: dict[str, int]) -> StatusResult:
