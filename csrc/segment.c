@@ -941,6 +941,15 @@ int smoe_lock_pages(smoe_ring *r) {
     return mlock(r->data, r->data_bytes) == 0 ? 0 : -errno;
 }
 
+/* A look costs 0.1 to 0.3 us a page, which the supervisor cannot have for a ring of 100 GiB at each status.  So of a
+ * large one pieces are looked at, evenly spread from its first byte to its last. */
 uint64_t smoe_resident_bytes(smoe_ring *r) {
-    return plat_resident(r->data, r->data_bytes);
+    const uint64_t piece = 1u << 18, pieces = 256;
+    if (r->data_bytes <= piece * pieces)
+        return plat_resident(r->data, r->data_bytes);
+    uint64_t step = (r->data_bytes - piece) / (pieces - 1), seen = 0;
+    for (uint64_t i = 0; i < pieces; i++)
+        seen += plat_resident(r->data + step * i / SMOE_PAGE_ALIGN * SMOE_PAGE_ALIGN, piece);
+    double share = (double)seen / (double)(piece * pieces);
+    return seen == piece * pieces ? r->data_bytes : (uint64_t)(share * (double)r->data_bytes);
 }

@@ -361,7 +361,7 @@ int smoe_recover(smoe_ring *ring, int in_full, smoe_recovery *out);
 /* Keep the ring's pages from being swapped out, by this process, for as long as it lives.  -errno: mostly
  * -ENOMEM, where the limit of locked memory is too small. */
 int smoe_lock_pages(smoe_ring *ring);
-/* Bytes of the data segment that are in memory. */
+/* Bytes of the data segment that are in memory; of more than 64 MiB by a sample. */
 uint64_t smoe_resident_bytes(smoe_ring *ring);
 /* No worker is left: fail what is queued.  Returns how many. */
 int smoe_give_up_queued(smoe_ring *ring);

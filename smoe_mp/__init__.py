@@ -24,7 +24,8 @@ A map of the package, from files to clients; each part uses only what stands bef
     text, run                 tokens to text; `smoe-mp run`
     trace, trace_view         what was asked of a ring: recording, files, figures
     engine, tiny              a whole model in numpy on a ring; the small one that comes along
-    cli, inspect, demo        the command line
+    cli, watch, completion    the command line
+    inspect, demo             what a vault holds; the demonstration
 """
 
 from smoe_mp.errors import SmoeError

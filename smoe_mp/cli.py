@@ -3,7 +3,7 @@
 Nothing is done here that cannot be done from Python: each command reads its arguments, calls what does the
 work, and draws the result.  Errors are one line on stderr with the remedy in it, and the exit status is the
 error's: 1 a system that failed, 2 configuration or usage, 3 vault, 4 shared memory, 5 shared memory too
-small, 6 ring, 7 control plane, 130 Ctrl-C.  A traceback is a fault of ours.
+small, 6 ring, 7 control plane, 8 model, 130 Ctrl-C (docs/operations.md).  A traceback is a fault of ours.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from smoe_mp import control_cli, log, models, segments, vault_cli
 from smoe_mp import detach as detaching
 from smoe_mp import inspect as inspecting
 from smoe_mp.bench.cli import app as bench_app
+from smoe_mp.completion import Name, running
 from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
 from smoe_mp.control.client import ControlClient, check_served
 from smoe_mp.control.commands import (
@@ -66,6 +69,7 @@ from smoe_mp.sources import open_source
 from smoe_mp.sources.manifest import write_manifest
 from smoe_mp.supervisor import Supervisor
 from smoe_mp.trace_cli import app as trace_app
+from smoe_mp.watch import WatchCommand, watch
 
 app = typer.Typer(
     name="smoe-mp",
@@ -77,7 +81,6 @@ app = typer.Typer(
 
 LOOK_S = 0.05  # between looks at a socket whose process cannot be watched
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The ring's name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -192,15 +195,36 @@ def _start_detached(target: str, overrides: dict[str, int | str | None]) -> None
     print(f"detached: pid {pid}")
 
 
-@app.command(help=help_text(Status))
-def status(name: Name, as_json: AsJson = False) -> None:
+@app.command(help=help_text(Status), cls=WatchCommand)
+def status(
+    name: Name,
+    as_json: AsJson = False,
+    every_s: Annotated[
+        float | None,
+        typer.Option(
+            "--watch", metavar="[S]", min=0.1, help="Look again every S seconds, 2 by default, until Ctrl-C."
+        ),
+    ] = None,
+) -> None:
     check_served(name)
     with ControlClient(name) as control:
+        if every_s is not None:
+            console = Console(soft_wrap=True, force_terminal=False) if as_json else Console()
+            watch(lambda: _status_view(control.call(Status()), as_json), every_s, console)
         result = control.call(Status())
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
     else:
         draw_status(result, Console())
+
+
+def _status_view(result: StatusResult, as_json: bool) -> RenderableType:
+    """For --watch: without the settings, which do not change, and side by side where there is room; as JSON
+    one line."""
+    if as_json:
+        return Text(msgspec.json.encode(result).decode())
+    facts, *tables = _tables(result)
+    return Group(facts, *_warning_lines(result), Columns(tables))
 
 
 @app.command(help=help_text(Stop))
@@ -476,7 +500,13 @@ def run(
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Of the sampling.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     ring: Annotated[
-        str, typer.Option("--ring", metavar="NAME", help="Use this running system, not one of its own.")
+        str,
+        typer.Option(
+            "--ring",
+            metavar="NAME",
+            help="Use this running system, not one of its own.",
+            autocompletion=running,
+        ),
     ] = "",
     threads: Annotated[
         int, typer.Option("--threads", metavar="N", min=0, help="Threads that compute; 0: as torch chooses.")
@@ -557,12 +587,19 @@ def demo(
 
 def draw_status(result: StatusResult, console: Console) -> None:
     """Draw a system's status as tables, readable at 80 columns and without colour."""
-    tables = (_facts, _workers, _clients, _demands, _latencies, _counters, _settings)
-    for table in (draw(result) for draw in tables):
-        if table.row_count:
-            console.print(table)
-    for warning in result.warnings:
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+    for table in (*_tables(result), _settings(result)):
+        console.print(table)
+    for line in _warning_lines(result):
+        console.print(line)
+
+
+def _tables(result: StatusResult) -> list[Table]:
+    parts = (_facts, _workers, _clients, _demands, _latencies, _counters)
+    return [table for part in parts if (table := part(result)).row_count]
+
+
+def _warning_lines(result: StatusResult) -> list[Text]:
+    return [Text.assemble(("warning:", "yellow"), f" {warning}") for warning in result.warnings]
 
 
 def _facts(result: StatusResult) -> Table:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from smoe_mp import histogram as files
+from smoe_mp.completion import Name
 from smoe_mp.control.client import ControlClient, check_served
 from smoe_mp.control.commands import (
     Busy,
@@ -42,7 +43,6 @@ from smoe_mp.top import run_top
 
 PAGE = 20_000  # experts that one answer tells of
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The ring's name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Experts = Annotated[
     list[str], typer.Argument(metavar="LAYER:EXPERT[-EXPERT]", help="Experts, as 5:3 or 5:0-7; several.")

@@ -402,7 +402,8 @@ class Segments:
         return f"mlock: {reason(-code)}: {self.data_bytes} bytes are needed, the limit (ulimit -l) is {have}"
 
     def resident_bytes(self) -> int:
-        """How much of the ring is in memory: less than all means that the system swaps or compresses it."""
+        """How much of the ring is in memory: less than all means that the system swaps or compresses it.  Of
+        more than 64 MiB a sample is looked at."""
         return int(lib.smoe_resident_bytes(self.ring))
 
     def give_up_queued(self) -> int:

@@ -162,7 +162,10 @@ def _head(view: View, now: Sample) -> Iterator[Text]:
     if status.health != "ok":
         yield _line(f"[bold red]! {escape(status.health)}[/]")
     modes = sorted({f.mode for f in status.files})
-    memory = f"{human_bytes(status.ring.resident_bytes)} of {human_bytes(status.ring.data_bytes)} in memory"
+    there = status.ring.resident_bytes
+    memory = (
+        f"{'?' if there is None else human_bytes(there)} of {human_bytes(status.ring.data_bytes)} in memory"
+    )
     locked = ", locked" if status.ring.locked_bytes else ""
     yield _line(f"reads {', '.join(modes)}; {memory}{locked}; {escape(status.ring.pages)}")
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from smoe_mp import trace_view
+from smoe_mp.completion import Name
 from smoe_mp.segments import check_name
 from smoe_mp.trace import read_trace
 from smoe_mp.trace import record as record_trace
@@ -24,7 +25,7 @@ app = typer.Typer(
     "Example: smoe-mp trace record my-model -o evening.trace"
 )
 def record(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The ring's name.")],
+    name: Name,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="The file; NAME.trace if left out.")
     ] = None,

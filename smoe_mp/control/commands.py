@@ -370,7 +370,7 @@ class Status(Command[StatusResult], tag="status", frozen=True, kw_only=True):
     memory: bool = True
 
     result = StatusResult
-    cli = "status NAME [--json]"
+    cli = "status NAME [--json] [--watch [S]]"
     example = "smoe-mp status smoe-demo --json"
 
     def run(self, system: System, control: dict[str, int]) -> StatusResult:

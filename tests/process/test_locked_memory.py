@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import support
 from systems import LIMIT_S, Up, assert_nothing_left, write_config
+
+from smoe_mp import segments
 
 LIMIT_BYTES = 65536
 
@@ -46,3 +51,25 @@ def test_a_limit_that_is_too_small_is_said_once_and_the_start_goes_on(
     assert f"{LIMIT_BYTES} bytes" in said
     assert "going on without" in said
     assert_nothing_left(ring_name)
+
+
+@pytest.mark.parametrize("slots", [3, 12])
+def test_how_much_of_a_ring_is_in_memory(tmp_path: Path, slots: int) -> None:
+    """Of a ring of 48 MiB page by page, of one of 192 by a sample: pages that are gone are missed, here
+    those of its first third, which were punched out of the file as nothing but swapping would do."""
+    libc, mib = ctypes.CDLL(None, use_errno=True), 1 << 20
+    if not hasattr(libc, "fallocate64"):
+        pytest.skip("no fallocate here")
+    name = support.ring_name()
+    source = support.grid_source(tmp_path / "grid", 1, 8)
+    made = segments.create(name, source, slots=slots, slot_bytes=16 * mib)
+    try:
+        assert made.resident_bytes() == made.data_bytes == slots * 16 * mib
+        gone = made.data_bytes // 3
+        with (support.SHM / f"smoe.{name}.d").open("r+b") as file:
+            punched = libc.fallocate64(file.fileno(), 1 | 2, ctypes.c_int64(0), ctypes.c_int64(gone))
+        assert punched == 0, os.strerror(ctypes.get_errno())
+        seen = made.resident_bytes()
+        assert abs(seen - (made.data_bytes - gone)) <= (0 if slots == 3 else 2 * mib)
+    finally:
+        made.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from smoe_mp.control.commands import (
     VaultStatus,
     WorkerStatus,
 )
+from smoe_mp.errors import SmoeError
 
 COMMANDS = (
     "up",
@@ -186,6 +188,16 @@ def test_flags_are_checked_like_the_file(
 def test_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "up", "c.toml", "--rings", "4") == 2
     assert "--rings" in capsys.readouterr().err
+
+
+def test_exit_codes_are_documented() -> None:
+    def kinds(kind: type[SmoeError]) -> set[type[SmoeError]]:
+        return {kind}.union(*map(kinds, kind.__subclasses__()))
+
+    page = Path(__file__).resolve().parents[2] / "docs/operations.md"
+    table = re.findall(r"^\| (\d+) \| ", page.read_text(), re.MULTILINE)
+    assert table == sorted(table, key=int)
+    assert {int(code) for code in table} == {0, 130, 143} | {kind.exit_code for kind in kinds(SmoeError)}
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
