@@ -25,7 +25,10 @@ ctest: $(VENV)/.ready ## the C tests alone
 	@csrc/ctest.sh build/ctest
 
 pytest: $(VENV)/.torch ## the Python tests alone
-	$(PY) -m pytest -q
+	@status=0; \
+	$(PY) -m pytest -q -n 2 tests/unit tests/torch tests/fuzz || status=1; \
+	$(PY) -m pytest -q tests/process tests/chaos || status=1; \
+	exit $$status
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made
 	$(VENV)/bin/ruff check .
