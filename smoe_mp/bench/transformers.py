@@ -232,6 +232,7 @@ class _Bench:
         self.device = Device(files[0])
         self.model_bytes = sum(file.stat().st_size for file in files)
         self.notes: list[str] = []
+        self.dropped = ""  # from the page cache before each run
         self.sides = [side for limit in self._limits() for side in self._sides_under(limit)]
         self.runs: dict[_Side, list[_Run]] = {side: [] for side in self.sides}
         numbers, ids = random.Random(2), range(settings.shape.vocabulary)
@@ -272,11 +273,12 @@ class _Bench:
 
     def one(self, side: _Side) -> _Run:
         """Load and two answers, in a process that starts with nothing in the page cache."""
-        _drop_caches(self.folder)
+        self.dropped = _drop_caches(self.folder)
         ring = f"bench-{os.getpid()}-{next(_numbers)}"
         with contextlib.ExitStack() as stack:
-            group = None if side.limit is None else stack.enter_context(memory_group(side.limit))
+            stack.callback(clear, ring)  # what a side that was killed left
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir=self.folder)))
+            group = None if side.limit is None else stack.enter_context(memory_group(side.limit))
             said = stack.enter_context((folder / "stderr").open("w+b"))
             command = [
                 self.llama if side.is_llama else sys.executable,
@@ -290,8 +292,6 @@ class _Bench:
                 found.peak_bytes, found.kills = group.peak_bytes(), group.kills()
             said.seek(0)
             found.failed = _why(found, child.returncode, said.read().decode(errors="replace"))
-        if found.failed and side.slots:
-            clear(ring)
         return found
 
     def _spec(self, side: _Side, ring: str, folder: Path) -> dict[str, Any]:
@@ -399,7 +399,8 @@ class _Bench:
             f" demands {seen['quarter']:.0%} are for the most popular quarter of a layer's experts, and a"
             f" token shares {seen['overlap']:.0%} of its experts with the one before.",
             "transformers runs its eager code for experts on all sides, and all said the same tokens.",
-            "smoe-mp began each round with an empty ring and with no popularity known.",
+            f"Before each run {self.dropped} dropped from the page cache; smoe-mp began with an empty ring"
+            f" and no popularity known. Between the answers are {self.settings.pause_s:g} s.",
         ]
         said: dict[bool, list[int]] = {}  # the 1st answer, by whether it is llama.cpp's
         for side, runs in self.runs.items():
@@ -445,8 +446,8 @@ def _child(command: list[str], said: IO[bytes]) -> Iterator[subprocess.Popen[byt
             child.kill()
 
 
-def _drop_caches(folder: Path) -> None:
-    """Nothing of the files in `folder` stays in the page cache; as root nothing at all, libraries neither."""
+def _drop_caches(folder: Path) -> str:
+    """Drop the files in `folder` from the page cache, as root all of it, libraries too.  Returns which."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -454,6 +455,8 @@ def _drop_caches(folder: Path) -> None:
         for file in (path for path in folder.rglob("*") if path.is_file()):
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return "the model's files were"
+    return "all files were"
 
 
 def _why(run: _Run, status: int, said: str) -> str:
