@@ -305,7 +305,7 @@ class Top:
 
     def _ask(self) -> None:
         try:
-            self.view.status = self._control.call(Status())
+            self.view.status = self._control.call(Status(memory=False))  # a look at all its pages takes long
         except NoAnswer:
             self.view.note = "the supervisor does not answer"
 

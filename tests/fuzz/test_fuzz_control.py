@@ -160,8 +160,10 @@ def judge(replies: list[dict[str, Any]], system: Recorder) -> None:
                 assert action in ("start", "stop", "status")
             case (("drain" | "request_stop"), (flag,)):
                 assert type(flag) is bool
-            case (("identity" | "status"), ()):
+            case ("identity", ()):
                 pass
+            case ("status", (flag,)):
+                assert type(flag) is bool
             case _:
                 raise AssertionError((name, arguments))
     system.calls.clear()
