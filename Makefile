@@ -25,18 +25,21 @@ ctest: $(VENV)/.ready ## the C tests alone
 	@csrc/ctest.sh build/ctest
 
 pytest: $(VENV)/.torch ## the Python tests alone
-	$(PY) -m pytest -q
+	@status=0; \
+	$(PY) -m pytest -q -n 2 tests/unit tests/torch tests/fuzz || status=1; \
+	$(PY) -m pytest -q tests/process tests/chaos || status=1; \
+	exit $$status
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.c' '*.h')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.c' '*.h' '*.cpp')
 
 format: $(VENV)/.ready ## let ruff and clang-format have their way
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $$(git ls-files '*.c' '*.h')
+	$(VENV)/bin/clang-format -i $$(git ls-files '*.c' '*.h' '*.cpp')
 
 asan: $(VENV)/.ready ## the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@csrc/ctest.sh build/ctest-asan address,undefined

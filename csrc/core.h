@@ -1,13 +1,14 @@
 /* core.h: what the C files share: the handle, the slot word, and each file's functions.
  *
- * Reading order: shm_layout.h, segment.c, slot.c, queue.c, lru.c, ring.c, trace.c, crc32c.c, worker.c,
- * recover.c.
+ * Reading order: shm_layout.h, segment.c, slot.c, queue.c, lru.c, counters.c, ring.c, trace.c, crc32c.c,
+ * worker.c, recover.c.
  *
  * Memory order.  Four pairs of accesses carry everything; the labels stand at the code:
  *   P1/P2  publish: the worker's CAS to READY or FAILED (release)  /  a reader's load of the word (acquire)
  *   T1/T2  take: any CAS that takes or joins a slot (acq_rel)      /  the CAS that follows it (acq_rel)
  *   Q1/Q2  a queue cell's CAS by the pusher (acq_rel)              /  the popper's load and CAS (acquire, acq_rel)
  *   B1/B2  doorbell: the pusher adds to it after its push          /  a sleeper reads it before the queues
+ *   C1/C2  a client's mark: stored (release) after its generation  /  loaded (acquire) before the generation
  * Reservations and guess bits are "publish mine, then look at all": sequentially consistent.
  * Homes, histogram, counters, ticks and bounds are hints, figures or maxima: relaxed.
  */
@@ -36,9 +37,9 @@ struct smoe_ring {
     struct smoe_hot *hot;
     _Atomic uint32_t *reservations;
     struct smoe_participant *participants;
-    _Atomic uint64_t (*counters)[SMOE_COUNTER_ROW];
+    _Atomic uint64_t (*counters)[SMOE_COUNTER_ROW], (*marks)[SMOE_COUNTER_ROW];
     _Atomic uint32_t *file_modes;
-    _Atomic uint64_t *words, *ticks, *bounds, *empties, *guesses;
+    _Atomic uint64_t *words, *ticks, *bounds, *empties, *guesses, *colds;
     _Atomic uint64_t *demand_cells, *speculative_cells, *trace;
     _Atomic uint32_t *homes, *histogram;
     struct smoe_slot *slots;
@@ -104,9 +105,24 @@ static inline const _Atomic uint32_t *slot_futex(const smoe_ring *r, uint32_t s)
     return (const _Atomic uint32_t *)&r->words[s]; /* the low half: little-endian */
 }
 
-static inline void count(smoe_ring *r, enum smoe_counter c, uint64_t n) {
-    atomic_fetch_add_explicit(&r->counters[r->id][c], n, memory_order_relaxed);
+/* counters.c */
+extern INTERNAL _Thread_local uint32_t thread_phase; /* SMOE_PHASE_* of what the calling thread does */
+struct counted {
+    enum smoe_counter counter;
+    uint64_t n;
+};
+static inline uint32_t phase_word(uint32_t phase, uint32_t word) {
+    return SMOE_COUNTER_WORDS + phase * SMOE_PHASE_WORDS + word;
 }
+/* For counters from SMOE_C_PHASED on, and other words of a row. */
+static inline void count(smoe_ring *r, uint32_t word, uint64_t n) {
+    atomic_fetch_add_explicit(&r->counters[r->id][word], n, memory_order_relaxed);
+}
+INTERNAL uint32_t counters_bucket(uint64_t ns);
+INTERNAL void counters_begin(smoe_ring *r);
+INTERNAL void counters_add_read(smoe_ring *r, uint32_t s, const struct counted *c, uint32_t n, uint64_t ns);
+INTERNAL void counters_confirm(smoe_ring *r);
+INTERNAL void counters_recover(smoe_ring *r, uint32_t worker);
 
 /* slot.c: the only writer of slot words. */
 enum slot_join {
@@ -158,10 +174,14 @@ INTERNAL void lru_init(smoe_ring *r);
 INTERNAL uint64_t lru_tick(const smoe_ring *r, uint32_t s);
 INTERNAL uint64_t lru_bound(const smoe_ring *r, uint32_t group);
 INTERNAL void lru_stamp(smoe_ring *r, uint32_t s);
+INTERNAL void lru_used(smoe_ring *r, uint32_t s);
 INTERNAL int lru_victim(smoe_ring *r, uint64_t *word);
 INTERNAL int lru_find_empty(smoe_ring *r);
+INTERNAL int lru_find_cold(smoe_ring *r, uint64_t *word);
 INTERNAL void hint_empty(smoe_ring *r, uint32_t s);
 INTERNAL void hint_not_empty(smoe_ring *r, uint32_t s);
+INTERNAL void hint_cold(smoe_ring *r, uint32_t s);
+INTERNAL void hint_not_cold(smoe_ring *r, uint32_t s);
 INTERNAL bool guess_admit(smoe_ring *r, uint32_t s);
 INTERNAL void guess_mark(smoe_ring *r, uint32_t s);
 INTERNAL void guess_clear(smoe_ring *r, uint32_t s);

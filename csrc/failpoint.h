@@ -30,6 +30,7 @@
     X("acquire.pushed")                                                                                                \
     /* hints and ticks */                                                                                              \
     X("hint.empty_cleared")                                                                                            \
+    X("hint.cold_set")                                                                                                 \
     X("hint.guess_cleared")                                                                                            \
     X("stamp.drawn")                                                                                                   \
     /* queues */                                                                                                       \
@@ -52,6 +53,8 @@
     X("wake.slot")                                                                                                     \
     X("publish.done")                                                                                                  \
     X("publish.guess_cleared")                                                                                         \
+    X("count.marked")                                                                                                  \
+    X("count.added")                                                                                                   \
     X("error.begun")                                                                                                   \
     X("fail.recorded")                                                                                                 \
     X("fail.word")                                                                                                     \
@@ -65,6 +68,12 @@
     X("guess.home_set")                                                                                                \
     X("guess.pushed")                                                                                                  \
     X("busy.word")                                                                                                     \
+    /* trace */                                                                                                        \
+    X("trace.drawn")                                                                                                   \
+    X("trace.begun")                                                                                                   \
+    X("trace.timed")                                                                                                   \
+    X("trace.entry")                                                                                                   \
+    X("trace.switched")                                                                                                \
     /* coming and going */                                                                                             \
     X("register.locked")                                                                                               \
     X("register.filled")                                                                                               \
@@ -76,9 +85,11 @@
     X("recover.reservation_back")                                                                                      \
     X("recover.busy_back")                                                                                             \
     X("recover.client_done")                                                                                           \
+    X("recover.counted")                                                                                               \
     X("recover.killer_recorded")                                                                                       \
     X("recover.requeued")                                                                                              \
     X("recover.read_forgotten")                                                                                        \
+    X("recover.trace_off")                                                                                             \
     X("recover.mended")                                                                                                \
     X("recover.pushed")                                                                                                \
     X("recover.rung")                                                                                                  \

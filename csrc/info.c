@@ -2,6 +2,8 @@
 #include "core.h"
 
 #include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <string.h>
 
 /* Is this the process that attached?  A forked child has no map of the control segment. */
@@ -120,52 +122,6 @@ int smoe_set_file_mode(smoe_ring *r, uint32_t file, int mode, int os_error) {
     return 0;
 }
 
-uint64_t smoe_counter_value(const smoe_ring *r, uint32_t counter, int id) {
-    if (!mine(r) || counter >= SMOE_COUNTERS || id >= (int)SMOE_PARTICIPANTS)
-        return 0;
-    if (id >= 0)
-        return atomic_load_explicit(&r->counters[id][counter], memory_order_relaxed);
-    uint64_t sum = 0;
-    for (uint32_t i = 0; i < SMOE_PARTICIPANTS; i++)
-        sum += atomic_load_explicit(&r->counters[i][counter], memory_order_relaxed);
-    return sum;
-}
-
-const char *smoe_counter_name(uint32_t counter) {
-    static const char *const names[SMOE_COUNTERS] = {
-        [SMOE_C_HITS] = "hits",
-        [SMOE_C_JOINS] = "joins",
-        [SMOE_C_PROMOTED] = "promoted",
-        [SMOE_C_MISSES] = "misses",
-        [SMOE_C_GUESS_HITS] = "guess_hits",
-        [SMOE_C_GUESSES] = "guesses",
-        [SMOE_C_GUESS_DROPS] = "guess_drops",
-        [SMOE_C_EVICTIONS] = "evictions",
-        [SMOE_C_GUESS_WASTED] = "guess_wasted",
-        [SMOE_C_CLAIMS] = "claims",
-        [SMOE_C_RELEASES] = "releases",
-        [SMOE_C_BUSY_WAITS] = "busy_waits",
-        [SMOE_C_WAITS] = "waits",
-        [SMOE_C_WAIT_NS] = "wait_ns",
-        [SMOE_C_READ_ERRORS] = "read_errors",
-        [SMOE_C_TIMEOUTS] = "timeouts",
-        [SMOE_C_READS] = "reads",
-        [SMOE_C_WANTED_BYTES] = "wanted_bytes",
-        [SMOE_C_DEVICE_BYTES] = "device_bytes",
-        [SMOE_C_READ_NS] = "read_ns",
-        [SMOE_C_SKIPS] = "skips",
-        [SMOE_C_POPS_DEMAND] = "pops_demand",
-        [SMOE_C_POPS_SPECULATIVE] = "pops_speculative",
-        [SMOE_C_SHORT_READS] = "short_reads",
-        [SMOE_C_FAILED_READS] = "failed_reads",
-        [SMOE_C_FALLBACKS] = "fallbacks",
-        [SMOE_C_CHECKED] = "checked_reads",
-        [SMOE_C_BAD_SUMS] = "checksum_errors",
-        [SMOE_C_REQUEUED] = "requeued",
-    };
-    return counter < SMOE_COUNTERS ? names[counter] : NULL;
-}
-
 int smoe_census(const smoe_ring *r, uint32_t *out) {
     if (!mine(r))
         return SMOE_EFORKED;
@@ -179,6 +135,17 @@ int smoe_census(const smoe_ring *r, uint32_t *out) {
     }
     for (uint32_t c = 0; c < SMOE_CLIENTS; c++)
         out[8] += atomic_load_explicit(&r->reservations[c], memory_order_relaxed);
+    return 0;
+}
+
+int smoe_slot_states(const smoe_ring *r, uint8_t *out, uint32_t n) {
+    if (!mine(r))
+        return SMOE_EFORKED;
+    for (uint32_t s = 0; s < r->n_slots && s < n; s++) {
+        uint64_t w = slot_word(r, s);
+        out[s] =
+            (uint8_t)(WORD_STATE(w) | (WORD_HOLDERS(w) ? SMOE_SHOWN_HELD : 0) | (word_guess(w) ? SMOE_SHOWN_GUESS : 0));
+    }
     return 0;
 }
 
@@ -229,6 +196,15 @@ int smoe_histogram_add(smoe_ring *r, uint32_t expert_index, uint32_t n) {
                                                   seen > UINT32_MAX - n ? UINT32_MAX : seen + n, memory_order_relaxed,
                                                   memory_order_relaxed)) {
     }
+    return 0;
+}
+
+int smoe_histogram_set(smoe_ring *r, uint32_t expert_index, uint32_t n) {
+    if (!mine(r))
+        return SMOE_EFORKED;
+    if (expert_index >= r->n_experts)
+        return SMOE_EID;
+    atomic_store_explicit(&r->histogram[expert_index], n, memory_order_relaxed);
     return 0;
 }
 
@@ -321,4 +297,61 @@ const char *smoe_strerror(int code) {
     default:
         return code < 0 && code > -1000 ? strerror(-code) : "unknown error";
     }
+}
+
+uint32_t smoe_api_version(void) {
+    return SMOE_API_VERSION;
+}
+
+static const char *reason_words(int32_t os_error) {
+    switch (os_error) {
+    case SMOE_READ_SHORT:
+        return "the file ended too early";
+    case SMOE_READ_CHANGED:
+        return "the file is not the one that the ring was made for";
+    case SMOE_READ_PLAN:
+        return "the read plan does not add up";
+    case SMOE_READ_KILLER:
+        return "three workers died reading it";
+    case SMOE_READ_UNSERVED:
+        return "no worker is left to read it";
+    case SMOE_READ_CHECKSUM:
+        return "its checksum is not the vault's";
+    default:
+        return strerror(os_error);
+    }
+}
+
+/* Appends to a text of which only `room` bytes are kept, and counts on. */
+__attribute__((format(printf, 4, 5))) static void add(char *text, uint32_t room, int *length, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    uint32_t at = (uint32_t)*length < room ? (uint32_t)*length : room;
+    int n = vsnprintf(at < room ? text + at : NULL, room - at, format, arguments);
+    va_end(arguments);
+    *length += n > 0 ? n : 0;
+}
+
+int smoe_error_text(const smoe_ring *r, const smoe_error *e, char *text, uint32_t room) {
+    int length = 0;
+    if (room)
+        text[0] = 0;
+    add(text, room, &length, "%s", smoe_strerror(e->code));
+    bool of_an_expert = e->code == SMOE_EREAD || e->code == SMOE_ETIMEOUT || e->code == SMOE_ENOSUPERVISOR;
+    if (of_an_expert || e->code == SMOE_EID)
+        add(text, room, &length, ": layer %u, expert %u", e->layer, e->expert);
+    if (e->code == SMOE_EREAD || e->code == SMOE_ECHANGED) {
+        const char *path = r && mine(r) ? smoe_file_path(r, e->file) : NULL;
+        add(text, room, &length, path ? ": %s" : ": file %s", path ? path : "of the model");
+    }
+    if (e->code == SMOE_EREAD)
+        add(text, room, &length, " at %llu, %llu of %llu bytes", (unsigned long long)e->offset,
+            (unsigned long long)e->got, (unsigned long long)e->wanted);
+    else if (!of_an_expert && e->code != SMOE_EID && (e->wanted || e->got))
+        add(text, room, &length, ": wanted %llu, there is %llu", (unsigned long long)e->wanted,
+            (unsigned long long)e->got);
+    if (e->call && *e->call)
+        add(text, room, &length, " (%s%s%s)", e->call, e->os_error ? ": " : "",
+            e->os_error ? reason_words(e->os_error) : "");
+    return length;
 }

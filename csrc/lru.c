@@ -13,11 +13,18 @@
  * A slot that is in use and has its group's smallest tick would be met again at every search; it is
  * stamped anew, since it is in use now.  Ticks lie densely, eight a cache line, not beside the words.
  *
- * Hint bits, one word a group: `empties` finds an EMPTY slot, `guesses` counts guesses that are QUEUED
- * or READING.  The slot word decides; a bit is set after the word says so and cleared after it no longer
- * does, and whoever clears a bit looks at the word once more, so that a bit cleared under somebody's
- * fresh transition is set again.  A process killed in between leaves a bit too many, which the next
- * look corrects, or an EMPTY slot without its bit, which the search for a victim finds by its tick.
+ * A request that is more than the ring can keep, a long prompt's, would throw out all that others use and in
+ * the end itself.  The slots of what it has to read are therefore cold: they go before the smallest tick, in
+ * the order of their numbers, so that such a request goes on in the few slots that it took first.  Whoever asks
+ * for a cold expert again takes it into the order like any other.
+ *
+ * Hint bits, one word a group: `empties` finds an EMPTY slot, `colds` a cold one, `guesses` counts guesses that
+ * are QUEUED or READING.  Of the first and the last the slot word decides; a bit is set after the word says so
+ * and cleared after it no longer does, and whoever clears a bit looks at the word once more, so that a bit
+ * cleared under somebody's fresh transition is set again.  A process killed in between leaves a bit too many,
+ * which the next look corrects, or an EMPTY slot without its bit, which the search for a victim finds by its
+ * tick.  That a slot is cold stands in its bit alone, and a kill may leave one wrong: then an expert is evicted
+ * out of turn.
  */
 #include "core.h"
 #include "scan.h"
@@ -60,6 +67,12 @@ void lru_stamp(smoe_ring *r, uint32_t s) {
     uint64_t tick = atomic_fetch_add_explicit(&r->hot->tick, 1, memory_order_relaxed) + 1;
     FAILPOINT("stamp.drawn");
     raise_to(&r->ticks[s], tick << SMOE_SLOT_BITS | s % SMOE_GROUP);
+}
+
+/* Somebody asked for what the slot holds already. */
+void lru_used(smoe_ring *r, uint32_t s) {
+    hint_not_cold(r, s);
+    lru_stamp(r, s);
 }
 
 /* The smallest tick of a group, as stored; refreshes the bound. */
@@ -117,12 +130,16 @@ static void hint_clear(_Atomic uint64_t *bits, uint32_t s) {
     atomic_fetch_and_explicit(&bits[s / SMOE_GROUP], ~(1ull << (s % SMOE_GROUP)), memory_order_seq_cst);
 }
 
+static bool hint_of(const _Atomic uint64_t *bits, uint32_t s) {
+    return atomic_load_explicit(&bits[s / SMOE_GROUP], memory_order_relaxed) >> (s % SMOE_GROUP) & 1;
+}
+
 void hint_empty(smoe_ring *r, uint32_t s) {
     hint_set(r->empties, s);
 }
 
 void hint_not_empty(smoe_ring *r, uint32_t s) {
-    if (!(atomic_load_explicit(&r->empties[s / SMOE_GROUP], memory_order_relaxed) >> (s % SMOE_GROUP) & 1))
+    if (!hint_of(r->empties, s))
         return;
     hint_clear(r->empties, s);
     FAILPOINT("hint.empty_cleared");
@@ -130,31 +147,56 @@ void hint_not_empty(smoe_ring *r, uint32_t s) {
         hint_set(r->empties, s);
 }
 
-/* The EMPTY slot that a group's bits name, or -1; corrects bits that lie. */
-static int empty_of(smoe_ring *r, uint32_t group) {
-    for (uint64_t bits = atomic_load_explicit(&r->empties[group], memory_order_relaxed); bits; bits &= bits - 1) {
-        uint32_t s = group * SMOE_GROUP + (uint32_t)__builtin_ctzll(bits);
-        if (s >= r->n_slots)
+/* By who has taken the slot, before anybody can find its expert. */
+void hint_cold(smoe_ring *r, uint32_t s) {
+    hint_set(r->colds, s);
+    FAILPOINT("hint.cold_set");
+}
+
+void hint_not_cold(smoe_ring *r, uint32_t s) {
+    if (hint_of(r->colds, s))
+        hint_clear(r->colds, s);
+}
+
+/* Is the slot what its hint says, and free to be taken?  *word: as seen. */
+static bool is_empty(smoe_ring *r, uint32_t s, uint64_t *word) {
+    *word = slot_word(r, s);
+    if (WORD_STATE(*word) == SMOE_EMPTY)
+        return true;
+    hint_not_empty(r, s); /* it lies */
+    return false;
+}
+
+static bool is_cold(smoe_ring *r, uint32_t s, uint64_t *word) {
+    *word = slot_word(r, s);
+    return word_evictable(*word);
+}
+
+/* The first slot that has a hint and `is` so, with its word; -1: there is none. */
+static int first_of(smoe_ring *r, const _Atomic uint64_t *hints, bool (*is)(smoe_ring *, uint32_t, uint64_t *),
+                    uint64_t *word) {
+    for (uint32_t first = 0; first < r->n_groups; first += SMOE_SPAN) {
+        if (!any_of_64(&hints[first])) /* most often there is none */
             continue;
-        if (WORD_STATE(slot_word(r, s)) == SMOE_EMPTY)
-            return (int)s;
-        hint_not_empty(r, s);
+        for (uint32_t g = first; g < first + SMOE_SPAN && g < r->n_groups; g++)
+            for (uint64_t bits = atomic_load_explicit(&hints[g], memory_order_relaxed); bits; bits &= bits - 1) {
+                uint32_t s = g * SMOE_GROUP + (uint32_t)__builtin_ctzll(bits);
+                if (s < r->n_slots && is(r, s, word))
+                    return (int)s;
+            }
     }
     return -1;
 }
 
 /* An EMPTY slot, or -1. */
 int lru_find_empty(smoe_ring *r) {
-    for (uint32_t first = 0; first < r->n_groups; first += SMOE_SPAN) {
-        if (!any_of_64(&r->empties[first])) /* most often there is none */
-            continue;
-        for (uint32_t g = first; g < first + SMOE_SPAN && g < r->n_groups; g++) {
-            int s = empty_of(r, g);
-            if (s >= 0)
-                return s;
-        }
-    }
-    return -1;
+    uint64_t word;
+    return first_of(r, r->empties, is_empty, &word);
+}
+
+/* A cold slot that is evictable, and its word as seen; or -1. */
+int lru_find_cold(smoe_ring *r, uint64_t *word) {
+    return first_of(r, r->colds, is_cold, word);
 }
 
 uint32_t guess_count(const smoe_ring *r) {
@@ -169,7 +211,7 @@ void guess_mark(smoe_ring *r, uint32_t s) {
 }
 
 void guess_clear(smoe_ring *r, uint32_t s) {
-    if (!(atomic_load_explicit(&r->guesses[s / SMOE_GROUP], memory_order_relaxed) >> (s % SMOE_GROUP) & 1))
+    if (!hint_of(r->guesses, s))
         return;
     hint_clear(r->guesses, s);
     FAILPOINT("hint.guess_cleared");

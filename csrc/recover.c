@@ -3,7 +3,8 @@
  * For the set of dead ids seen at its beginning, in this order:
  *   1. clients: clear the holder bit in every slot (the last bit of a FAILED slot empties it), take back
  *      reservation and busy bit
- *   2. workers: their READING slots become QUEUED again; a slot that has now killed three becomes FAILED
+ *   2. workers: what they counted and did not publish is taken back; their READING slots become QUEUED again; a slot
+ * that has now killed three becomes FAILED
  *   3. push every QUEUED slot again, on its flag's queue, without ever blocking; also where nobody died, if
  *      that queue is empty
  *   4. only then free the entries
@@ -66,8 +67,9 @@ static uint32_t requeue_reads(smoe_ring *r, uint32_t worker) {
             slot_error_set(r, s, SMOE_READ_KILLER, 0, 0, 0, 0);
             FAILPOINT("recover.killer_recorded");
             slot_fail(r, s, worker);
-        } else {
-            requeued += slot_requeue(r, s, worker);
+        } else if (slot_requeue(r, s, worker)) {
+            requeued++;
+            count(r, SMOE_C_REQUEUED, 1);
         }
         FAILPOINT("recover.requeued");
     }
@@ -129,6 +131,7 @@ void recover_client(smoe_ring *r, uint32_t id) {
 }
 
 void recover_worker(smoe_ring *r, uint32_t worker) {
+    counters_recover(r, worker);
     requeue_reads(r, worker);
     forget_read(r, SMOE_ID_WORKER + worker);
     mend_hints(r);
@@ -139,6 +142,7 @@ void recover_worker(smoe_ring *r, uint32_t worker) {
 /* A recorder that is gone records no more. */
 void recover_trace(smoe_ring *r) {
     atomic_store_explicit(&r->hot->tracing, 0, memory_order_relaxed);
+    FAILPOINT("recover.trace_off");
 }
 
 /* --- the sweep ---------------------------------------------------------------------------------------- */
@@ -178,6 +182,7 @@ int smoe_recover(smoe_ring *r, int in_full, smoe_recovery *out) {
         }
     for (uint32_t id = SMOE_ID_WORKER; id < SMOE_ID_SUPERVISOR; id++)
         if (dead.ids[id]) {
+            counters_recover(r, id - SMOE_ID_WORKER);
             done.requeued += requeue_reads(r, id - SMOE_ID_WORKER);
             forget_read(r, id);
         }
@@ -194,8 +199,6 @@ int smoe_recover(smoe_ring *r, int in_full, smoe_recovery *out) {
             plat_lock_drop(r->lock_fd, id);
             FAILPOINT("recover.unlocked");
         }
-    if (done.requeued)
-        atomic_fetch_add_explicit(&r->counters[r->id][SMOE_C_REQUEUED], done.requeued, memory_order_relaxed);
     if (out)
         *out = done;
     return (int)(dead.clients + dead.workers + dead.others);

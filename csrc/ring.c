@@ -17,6 +17,9 @@
  *
  * A hit touches: own reservation, private count, home, slot word, tick, histogram, counter.  It enters
  * the kernel not at all.
+ *
+ * Demands are counted when their batch is acquired, each once, as what it was when it was asked for; so a batch
+ * that is given back and tried again is not counted twice.
  */
 #include "core.h"
 
@@ -189,15 +192,22 @@ static int space_nap(smoe_ring *r, uint32_t seen, unsigned tries, uint64_t deadl
     return plat_wait(&r->hot->space, seen, nap);
 }
 
-/* A time limit.  When it began is asked of the clock when somebody first has to wait: a hit asks none.  A
- * call that was interrupted goes on in the next one from where it began: the error record carries that. */
+/* A time limit, and beside it what a demand is told.  When it began is asked of the clock when somebody first has to
+ * wait: a hit asks none.  A call that was interrupted goes on in the next one from where it began: the error record
+ * carries that. */
 struct limit {
     int64_t ms;     /* below zero: the ring's read deadline */
     uint64_t began; /* 0: not asked yet */
+    uint64_t waits; /* since when it waits for bytes; 0: it does not yet */
+    bool cold;      /* what has to be read is cold */
 };
 
 static struct limit limit_of(const smoe_ring *r, int64_t ms, smoe_error *e) {
-    struct limit l = {.ms = ms, .began = r->interruptible && e && e->code == -EINTR ? e->began_ns : 0};
+    struct limit l = {.ms = ms};
+    if (r->interruptible && e && e->code == -EINTR) {
+        l.began = e->began_ns;
+        l.waits = e->waited_ns;
+    }
     if (e)
         e->code = 0;
     return l;
@@ -220,8 +230,10 @@ static int interrupted(const smoe_ring *r, struct limit *l, const char *where, s
     if (!r->interruptible)
         return 0;
     int code = fail(e, -EINTR, where, EINTR, 0, 0);
-    if (e)
+    if (e) {
         e->began_ns = l->began;
+        e->waited_ns = l->waits;
+    }
     return code;
 }
 
@@ -249,8 +261,44 @@ static int unheld_queued(const smoe_ring *r, uint64_t *word) {
     return -1;
 }
 
+/* What a batch asked for, by how it was found, and what of it was pushed on the queue. */
+struct asked {
+    uint64_t kinds; /* 16 bits each, as a batch has no more than a ring has slots: SMOE_C_HITS .. SMOE_C_MISSES */
+    uint32_t pushed;
+};
+_Static_assert(SMOE_C_MISSES < 4 && SMOE_SLOTS_MAX <= 0xFFFFu, "kinds");
+
+static void asked_as(struct asked *a, enum smoe_counter kind) {
+    a->kinds += 1ull << 16 * kind;
+}
+
+static void count_phased(smoe_ring *r, uint32_t c, uint64_t n) {
+    count(r, phase_word(thread_phase, c), n);
+}
+
+static void count_asked(smoe_ring *r, const struct asked *a) {
+    uint64_t kinds = a->kinds;
+    for (uint32_t c = SMOE_C_HITS; kinds; c++, kinds >>= 16)
+        if (kinds & 0xFFFFu)
+            count_phased(r, c, kinds & 0xFFFFu);
+}
+
+static void count_guess_used(smoe_ring *r, uint32_t expert) {
+    count(r, SMOE_C_GUESS_USED_BYTES, r->experts[expert].bytes);
+}
+
+/* The slot that is the next to be taken, and its word as seen; -1: none is free to be. */
+static int next_slot(smoe_ring *r, uint64_t *word) {
+    *word = 0;
+    int s = lru_find_empty(r);
+    if (s < 0)
+        s = lru_find_cold(r, word);
+    return s < 0 ? lru_victim(r, word) : s;
+}
+
 /* What follows a slot_take, for demand and guess alike. */
 static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
+    hint_not_cold(r, s);
     if (WORD_STATE(before) == SMOE_EMPTY) {
         hint_not_empty(r, s);
         FAILPOINT("take.hint_cleared");
@@ -262,10 +310,13 @@ static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
     FAILPOINT("take.victim_home_cleared");
     if (word_resident(before)) {
         count(r, SMOE_C_EVICTIONS, 1);
-        if (before & WORD_SPECULATIVE)
+        if (before & WORD_SPECULATIVE) {
             count(r, SMOE_C_GUESS_WASTED, 1);
+            count(r, SMOE_C_GUESS_WASTED_BYTES, r->experts[WORD_EXPERT(before)].bytes);
+        }
     } else if (word_guess(before)) {
         guess_clear(r, s);
+        count(r, SMOE_C_GUESS_DISPLACED, 1);
     }
 }
 
@@ -274,10 +325,8 @@ static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
 static int take_slot(smoe_ring *r, uint32_t expert, struct limit *limit, smoe_error *e) {
     for (unsigned tries = 0;;) {
         uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
-        uint64_t word = 0;
-        int s = lru_find_empty(r);
-        if (s < 0)
-            s = lru_victim(r, &word);
+        uint64_t word;
+        int s = next_slot(r, &word);
         if (s < 0)
             s = unheld_queued(r, &word);
         if (s >= 0) {
@@ -310,10 +359,10 @@ static int take_slot(smoe_ring *r, uint32_t expert, struct limit *limit, smoe_er
     }
 }
 
-static void queue_demand(smoe_ring *r, uint32_t s, uint32_t *pushed) {
+static void queue_demand(smoe_ring *r, uint32_t s, struct asked *a) {
     /* A full queue undoes nothing: whoever waits for the slot pushes it again. */
     if (queue_push(demand_queue(r), s))
-        ++*pushed;
+        a->pushed++;
 }
 
 static void set_hold(smoe_hold *h, uint32_t expert, uint32_t s, bool hit) {
@@ -331,7 +380,7 @@ static void count_popularity(smoe_ring *r, uint32_t expert) {
 
 /* Join the expert's home, if it is one.  True: *hold is set.  held_only: only if this process holds it
  * already, which needs no reservation; otherwise the caller has one. */
-static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, bool held_only, smoe_hold *hold, uint32_t *pushed) {
+static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, bool held_only, smoe_hold *hold, struct asked *a) {
     uint64_t before;
     uint32_t held = hold_lock(r, s);
     if (held_only && !held) {
@@ -345,46 +394,51 @@ static bool join_home(smoe_ring *r, uint32_t expert, uint32_t s, bool held_only,
         return false;
     if (held && !held_only)
         unreserve(r, 1); /* the slot is covered already */
-    lru_stamp(r, s);
+    lru_used(r, s);
     set_hold(hold, expert, s, j == JOIN_HIT);
     switch (j) {
     case JOIN_HIT:
-        count(r, SMOE_C_HITS, 1);
+        asked_as(a, SMOE_C_HITS);
         count_popularity(r, expert);
-        if (before & WORD_SPECULATIVE)
+        if (before & WORD_SPECULATIVE) {
             count(r, SMOE_C_GUESS_HITS, 1);
+            count_guess_used(r, expert);
+        }
         break;
     case JOIN_PROMOTED:
         FAILPOINT("promote.word");
-        count(r, SMOE_C_PROMOTED, 1);
+        asked_as(a, SMOE_C_PROMOTED);
+        count_guess_used(r, expert);
         guess_clear(r, s);
         FAILPOINT("promote.guess_cleared");
         if (WORD_STATE(before) == SMOE_QUEUED)
-            queue_demand(r, s, pushed); /* the guess's own entry is skipped when it is popped */
+            queue_demand(r, s, a); /* the guess's own entry is skipped when it is popped */
         FAILPOINT("promote.pushed");
         break;
     case JOIN_RETRY:
         FAILPOINT("retry.word");
-        count(r, SMOE_C_MISSES, 1);
-        queue_demand(r, s, pushed);
+        asked_as(a, SMOE_C_MISSES);
+        queue_demand(r, s, a);
         break;
     default:
-        count(r, SMOE_C_JOINS, 1);
+        asked_as(a, SMOE_C_JOINS);
     }
     return true;
 }
 
-static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct limit *limit, uint32_t *pushed,
+static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct limit *limit, struct asked *a,
                        smoe_error *e) {
     for (;;) {
         uint32_t home = atomic_load_explicit(&r->homes[expert], memory_order_relaxed);
-        if (home - 1 < r->n_slots && join_home(r, expert, home - 1, false, hold, pushed))
+        if (home - 1 < r->n_slots && join_home(r, expert, home - 1, false, hold, a))
             return 0;
         int taken_slot = take_slot(r, expert, limit, e);
         if (taken_slot < 0)
             return taken_slot;
         uint32_t s = (uint32_t)taken_slot;
         uint32_t named = home;
+        if (limit->cold)
+            hint_cold(r, s);
         if (!atomic_compare_exchange_strong_explicit(&r->homes[expert], &named, s + 1, memory_order_relaxed,
                                                      memory_order_relaxed) &&
             named != s + 1) {
@@ -402,12 +456,21 @@ static int acquire_one(smoe_ring *r, uint32_t expert, smoe_hold *hold, struct li
         }
         FAILPOINT("home.set");
         lru_stamp(r, s);
-        count(r, SMOE_C_MISSES, 1);
+        asked_as(a, SMOE_C_MISSES);
         set_hold(hold, expert, s, false);
-        queue_demand(r, s, pushed);
+        queue_demand(r, s, a);
         FAILPOINT("acquire.pushed");
         return 0;
     }
+}
+
+static int no_such(smoe_error *e, int64_t layer, int64_t expert, const char *why, uint64_t at) {
+    int code = fail(e, SMOE_EID, why, 0, (uint64_t)expert, at);
+    if (e) {
+        e->layer = (uint32_t)layer;
+        e->expert = (uint32_t)expert;
+    }
+    return code;
 }
 
 /* Indices of the batch's experts; none named twice. */
@@ -420,10 +483,8 @@ static int resolve(const smoe_ring *r, int64_t layer, const int64_t *experts, ui
         ascending = ascending && (i == 0 || experts[i] > experts[i - 1]);
         for (uint32_t k = 0; !ascending && k < i && !twice; k++)
             twice = experts[k] == experts[i];
-        if (index < 0 || twice) {
-            fail(e, SMOE_EID, twice ? "named twice" : "no such expert", 0, (uint64_t)experts[i], i);
-            return SMOE_EID;
-        }
+        if (index < 0 || twice)
+            return no_such(e, layer, experts[i], twice ? "named twice" : "no such expert", i);
         holds[i].expert_index = (uint32_t)index;
     }
     return 0;
@@ -439,35 +500,37 @@ static bool seems_held(const smoe_ring *r, uint32_t expert) {
 }
 
 /* Hold once more what this process holds already.  Returns how many of the batch. */
-static uint32_t hold_held(smoe_ring *r, smoe_hold *holds, uint32_t n) {
-    uint32_t got = 0, pushed = 0;
+static uint32_t hold_held(smoe_ring *r, smoe_hold *holds, uint32_t n, struct asked *a) {
+    uint32_t got = 0;
     for (uint32_t i = 0; i < n; i++)
         if (seems_held(r, holds[i].expert_index)) {
             uint32_t home = atomic_load_explicit(&r->homes[holds[i].expert_index], memory_order_relaxed);
-            got += home - 1 < r->n_slots && join_home(r, holds[i].expert_index, home - 1, true, &holds[i], &pushed);
+            got += home - 1 < r->n_slots && join_home(r, holds[i].expert_index, home - 1, true, &holds[i], a);
         }
-    if (pushed)
-        doorbell_ring(r, (int)pushed);
+    if (a->pushed)
+        doorbell_ring(r, (int)a->pushed);
+    a->pushed = 0;
     return got;
 }
 
 /* Reserve what the batch needs, at once or not at all: then nothing of the batch is held.  What this process
  * holds already needs no reservation, so that asking for it again works in a full ring. */
-static bool reserve_batch(smoe_ring *r, smoe_hold *holds, uint32_t n) {
+static bool reserve_batch(smoe_ring *r, smoe_hold *holds, uint32_t n, struct asked *a) {
     uint32_t held = 0;
     for (uint32_t i = 0; i < n; i++)
         held += seems_held(r, holds[i].expert_index);
     if (held < n && !reserve_try(r, n - held))
         return false;
-    if (held == 0 || hold_held(r, holds, n) == held)
+    if (held == 0 || hold_held(r, holds, n, a) == held)
         return true;
     unreserve(r, n - held); /* another thread let one go meanwhile */
     smoe_release(r, holds, n);
+    a->kinds = 0;
     return false;
 }
 
-static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
-    if (reserve_batch(r, holds, n))
+static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, struct asked *a, smoe_error *e) {
+    if (reserve_batch(r, holds, n, a))
         return 0;
     if (limit->began == 0)
         count(r, SMOE_C_BUSY_WAITS, 1);
@@ -476,7 +539,7 @@ static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *lim
         uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
         atomic_store_explicit(&r->hot->space_wanted, 1, memory_order_seq_cst);
         FAILPOINT("reserve.wanted");
-        if (reserve_batch(r, holds, n))
+        if (reserve_batch(r, holds, n, a))
             return 0;
         int rc = demand_check(r, e);
         if (rc)
@@ -491,14 +554,15 @@ static int reserve(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *lim
 }
 
 /* Acquire those of the batch that are not held yet; all of them are reserved. */
-static int acquire_rest(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
-    uint32_t pushed = 0, left = 0;
+static int acquire_rest(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, struct asked *a,
+                        smoe_error *e) {
+    uint32_t left = 0;
     int hits = 0, rc = 0;
     for (uint32_t i = 0; i < n; i++)
         left += holds[i].status == SMOE_HOLD_NONE;
     for (uint32_t i = 0; i < n && rc == 0; i++) {
         if (holds[i].status == SMOE_HOLD_NONE) {
-            rc = acquire_one(r, holds[i].expert_index, &holds[i], limit, &pushed, e);
+            rc = acquire_one(r, holds[i].expert_index, &holds[i], limit, a, e);
             left -= rc == 0;
         }
         hits += rc == 0 && holds[i].hit;
@@ -507,8 +571,6 @@ static int acquire_rest(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit
         unreserve(r, left);
         smoe_release(r, holds, n);
     }
-    if (pushed)
-        doorbell_ring(r, (int)pushed);
     return rc ? rc : hits;
 }
 
@@ -545,12 +607,17 @@ static int acquire(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
         return rc;
     if (n > 1)
         prefetch(r, holds, n);
+    struct asked asked = {0, 0};
     if (wait)
-        rc = reserve(r, holds, n, limit, e);
+        rc = reserve(r, holds, n, limit, &asked, e);
     else
-        rc = reserve_batch(r, holds, n) ? 0 : busy(r, e, n);
+        rc = reserve_batch(r, holds, n, &asked) ? 0 : busy(r, e, n);
     if (rc == 0)
-        rc = acquire_rest(r, holds, n, limit, e);
+        rc = acquire_rest(r, holds, n, limit, &asked, e);
+    if (rc >= 0)
+        count_asked(r, &asked);
+    if (asked.pushed)
+        doorbell_ring(r, (int)asked.pushed);
     if (rc >= 0 && tracing(r))
         trace_holds(r, SMOE_TRACE_DEMAND, (uint32_t)layer, holds, n);
     return rc;
@@ -568,6 +635,13 @@ int smoe_acquire_nowait(smoe_ring *r, int64_t layer, const int64_t *experts, uin
     return acquire(r, layer, experts, n, holds, false, &limit, e);
 }
 
+int smoe_acquire_cold(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int wait,
+                      int64_t timeout_ms, smoe_error *e) {
+    struct limit limit = limit_of(r, timeout_ms, e);
+    limit.cold = true;
+    return acquire(r, layer, experts, n, holds, wait != 0, &limit, e);
+}
+
 int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *hold, smoe_error *e) {
     int rc = serving_check(r, e);
     if (rc)
@@ -577,7 +651,7 @@ int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *
     hold->status = SMOE_HOLD_NONE;
     int64_t index = smoe_expert_index(r, layer, expert);
     if (index < 0)
-        return fail(e, SMOE_EID, "no such expert", 0, (uint64_t)expert, 0);
+        return no_such(e, layer, expert, "no such expert", 0);
     uint32_t home = atomic_load_explicit(&r->homes[index], memory_order_relaxed);
     if (home - 1 >= r->n_slots)
         return 0;
@@ -595,12 +669,14 @@ int smoe_claim_specific(smoe_ring *r, int64_t layer, int64_t expert, smoe_hold *
         unreserve(r, 1);
     if (!ok)
         return 0;
-    lru_stamp(r, s);
+    lru_used(r, s);
     set_hold(hold, (uint32_t)index, s, true);
     count(r, SMOE_C_CLAIMS, 1);
     count_popularity(r, (uint32_t)index);
-    if (before & WORD_SPECULATIVE)
+    if (before & WORD_SPECULATIVE) {
         count(r, SMOE_C_GUESS_HITS, 1);
+        count_guess_used(r, (uint32_t)index);
+    }
     if (tracing(r))
         trace_holds(r, SMOE_TRACE_CLAIM, (uint32_t)layer, hold, 1);
     return 1;
@@ -771,24 +847,26 @@ static int wait_one(smoe_ring *r, smoe_hold *h, struct limit *limit, smoe_error 
     }
 }
 
-static void count_wait(smoe_ring *r, uint64_t entered, bool first) {
-    count(r, SMOE_C_WAITS, first);
-    count(r, SMOE_C_WAIT_NS, plat_now_ns() - entered);
+/* A wait for bytes has ended, unless it was only interrupted. */
+static void count_wait(smoe_ring *r, const struct limit *limit, int rc) {
+    if (limit->waits == 0 || rc == -EINTR)
+        return;
+    uint64_t ns = plat_now_ns() - limit->waits;
+    count_phased(r, SMOE_C_WAITS, 1);
+    count_phased(r, SMOE_C_WAIT_NS, ns);
+    count_phased(r, SMOE_BUCKET_WORD + counters_bucket(ns), 1);
 }
 
 static int wait_all(smoe_ring *r, smoe_hold *holds, uint32_t n, struct limit *limit, smoe_error *e) {
-    uint64_t entered = 0;
-    bool first = limit->began == 0;
     int rc = 0;
     for (uint32_t i = 0; i < n && rc == 0; i++) {
         if (holds[i].status != SMOE_HOLD_LOADING)
             continue;
-        if (entered == 0)
-            entered = plat_now_ns();
+        if (limit->waits == 0)
+            limit->waits = plat_now_ns();
         rc = wait_one(r, &holds[i], limit, e);
     }
-    if (entered)
-        count_wait(r, entered, first);
+    count_wait(r, limit, rc);
     return rc;
 }
 
@@ -828,11 +906,13 @@ static int after_slice_any(smoe_ring *r, smoe_hold *holds, uint32_t n, uint64_t 
 
 int smoe_wait_any(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms, smoe_error *e) {
     struct limit limit = limit_of(r, timeout_ms, e);
-    bool first = limit.began == 0, loading;
+    bool loading;
     int rc = ring_check(r, e), index = -1;
     if (rc)
         return rc;
     uint64_t began = limit_began(&limit), end = wait_end(&limit), entered = plat_now_ns();
+    if (limit.waits == 0)
+        limit.waits = entered;
     _Atomic uint32_t *bell = &r->participants[r->id].landed;
     for (;;) {
         uint32_t seen = atomic_load_explicit(bell, memory_order_acquire); /* B2, before the words */
@@ -852,9 +932,9 @@ int smoe_wait_any(smoe_ring *r, smoe_hold *holds, uint32_t n, int64_t timeout_ms
         if (rc)
             break;
     }
-    count_wait(r, entered, first);
     if (rc == 0)
         return fail(e, -ENOENT, "nothing is loading", ENOENT, 0, 0);
+    count_wait(r, &limit, rc);
     return rc > 0 ? index : rc;
 }
 
@@ -894,10 +974,8 @@ static int guess_one(smoe_ring *r, uint32_t expert) {
             return 0;
     }
     for (int tries = 0; tries < 8; tries++) {
-        uint64_t word = 0;
-        int found = lru_find_empty(r);
-        if (found < 0)
-            found = lru_victim(r, &word);
+        uint64_t word;
+        int found = next_slot(r, &word);
         if (found < 0 || !guess_admit(r, (uint32_t)found))
             return -1;
         uint32_t s = (uint32_t)found;
@@ -938,7 +1016,7 @@ int smoe_speculate(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
         return rc;
     for (uint32_t i = 0; i < n; i++)
         if (smoe_expert_index(r, layer, experts[i]) < 0)
-            return fail(e, SMOE_EID, "no such expert", 0, (uint64_t)experts[i], i);
+            return no_such(e, layer, experts[i], "no such expert", i);
     uint32_t i = 0, traced = !tracing(r) ? 0 : n < SMOE_TRACE_ENTRIES ? n : SMOE_TRACE_ENTRIES;
     uint64_t at = traced ? trace_begin(r, SMOE_TRACE_GUESS, (uint32_t)layer, traced) : 0;
     for (; i < n; i++) {

@@ -73,7 +73,10 @@ static uint64_t layout_fingerprint(void) {
         offsetof(struct smoe_hot, demand),
         offsetof(struct smoe_slot, error_offset),
         SMOE_PARTICIPANTS,
+        SMOE_COUNTER_WORDS,
+        SMOE_PHASE_WORDS,
         SMOE_COUNTER_ROW,
+        SMOE_COUNTERS,
         SMOE_GROUP,
         SMOE_TRACE_CELLS,
     };
@@ -158,11 +161,13 @@ static int lay_out(const smoe_geometry *g, struct smoe_header *h, smoe_error *e)
     REGION(off_reservations, SMOE_CLIENTS * sizeof(uint32_t));
     REGION(off_participants, SMOE_PARTICIPANTS * sizeof(struct smoe_participant));
     REGION(off_counters, SMOE_PARTICIPANTS * SMOE_COUNTER_ROW * sizeof(uint64_t));
+    REGION(off_marks, SMOE_PARTICIPANTS * SMOE_COUNTER_ROW * sizeof(uint64_t));
     REGION(off_file_modes, h->n_files * sizeof(uint32_t));
     REGION(off_ticks, (uint64_t)h->n_groups * SMOE_GROUP * sizeof(uint64_t));
     REGION(off_bounds, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
     REGION(off_empties, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
     REGION(off_guesses, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
+    REGION(off_colds, SMOE_SPANS(h->n_groups) * SMOE_SPAN * sizeof(uint64_t));
     REGION(off_demand, (uint64_t)h->queue_capacity * sizeof(uint64_t));
     REGION(off_speculative, (uint64_t)h->queue_capacity * sizeof(uint64_t));
     REGION(off_homes, (uint64_t)h->n_experts * sizeof(uint32_t));
@@ -206,11 +211,13 @@ static void bind_regions(smoe_ring *r, unsigned char *base, const struct smoe_he
     r->reservations = (_Atomic uint32_t *)(base + h->off_reservations);
     r->participants = (struct smoe_participant *)(base + h->off_participants);
     r->counters = (_Atomic uint64_t (*)[SMOE_COUNTER_ROW])(base + h->off_counters);
+    r->marks = (_Atomic uint64_t (*)[SMOE_COUNTER_ROW])(base + h->off_marks);
     r->file_modes = (_Atomic uint32_t *)(base + h->off_file_modes);
     r->ticks = (_Atomic uint64_t *)(base + h->off_ticks);
     r->bounds = (_Atomic uint64_t *)(base + h->off_bounds);
     r->empties = (_Atomic uint64_t *)(base + h->off_empties);
     r->guesses = (_Atomic uint64_t *)(base + h->off_guesses);
+    r->colds = (_Atomic uint64_t *)(base + h->off_colds);
     r->demand_cells = (_Atomic uint64_t *)(base + h->off_demand);
     r->speculative_cells = (_Atomic uint64_t *)(base + h->off_speculative);
     r->homes = (_Atomic uint32_t *)(base + h->off_homes);
@@ -744,6 +751,8 @@ static void register_self(smoe_ring *r, const char *label) {
         memcpy(p->label, label, strnlen(label, sizeof p->label - 1));
     atomic_store_explicit(&p->read_started_ns, 0, memory_order_relaxed);
     atomic_store_explicit(&p->current_slot, 0, memory_order_relaxed);
+    if (r->id < SMOE_CLIENTS)
+        counters_begin(r);
     FAILPOINT("register.filled");
     uint32_t g = atomic_load_explicit(&p->generation, memory_order_acquire);
     r->generation = (g | 1) + (g & 1 ? 2 : 0);

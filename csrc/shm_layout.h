@@ -11,12 +11,14 @@
  *   │ smoe_hot: tick, doorbells, queue positions │
  *   │ reservations   u32 [32]                    │
  *   │ participants   smoe_participant [163]      │
- *   │ counters       u64 [163][32]               │
+ *   │ counters       u64 [163][192]              │
+ *   │ marks          u64 [163][192]              │
  *   │ file modes     u32 [n_files]               │
  *   │ ticks          u64 [n_groups * 64]         │
  *   │ bounds         u64 [n_spans * 64]          │
  *   │ empties        u64 [n_spans * 64]  (hints) │
  *   │ guesses        u64 [n_spans * 64]  (hints) │
+ *   │ colds          u64 [n_spans * 64]  (hints) │
  *   │ demand cells   u64 [capacity]              │
  *   │ spec. cells    u64 [capacity]              │
  *   │ homes          u32 [n_experts]             │
@@ -43,7 +45,7 @@
 #include <stdint.h>
 
 #define SMOE_MAGIC 0x474E4952454F4D53ull /* "SMOERING", little-endian */
-#define SMOE_ABI   3u
+#define SMOE_ABI   4u
 
 #define SMOE_SLOT_ALIGN  16384u     /* slots start on, and are a multiple of, 16 KiB */
 #define SMOE_PAGE_ALIGN  65536u     /* the largest page size that we meet */
@@ -109,23 +111,28 @@ enum smoe_file_mode {
     SMOE_MODE_MEMORY = 4,   /* the file lives in memory (tmpfs and the like) */
 };
 
-/* Counters, one row per participant; only the owner adds to its row. */
+/* Counters, one row per participant: see counters.c.  Only the owner adds to its row. */
 enum smoe_counter {
-    /* clients */
-    SMOE_C_HITS = 0,     /* acquired, resident on arrival */
-    SMOE_C_JOINS,        /* acquired, already loading for somebody's demand */
-    SMOE_C_PROMOTED,     /* acquired, already loading or queued as a guess */
-    SMOE_C_MISSES,       /* acquired, not there */
-    SMOE_C_GUESS_HITS,   /* of the hits: loaded as a guess, first demand */
-    SMOE_C_GUESSES,      /* guesses issued */
-    SMOE_C_GUESS_DROPS,  /* guesses given up: no idle slot, limit or queue full */
-    SMOE_C_EVICTIONS,    /* slots taken from another expert */
-    SMOE_C_GUESS_WASTED, /* of the evictions: guesses that nobody had demanded */
-    SMOE_C_CLAIMS,       /* claim_specific that returned a slot */
-    SMOE_C_RELEASES,
-    SMOE_C_BUSY_WAITS, /* had to wait for a reservation */
-    SMOE_C_WAITS,      /* waits that did not find the bytes at once */
+    /* clients: of each phase on its own */
+    SMOE_C_HITS = 0, /* acquired, resident on arrival */
+    SMOE_C_JOINS,    /* acquired, already loading for somebody's demand */
+    SMOE_C_PROMOTED, /* acquired, already loading or queued as a guess */
+    SMOE_C_MISSES,   /* acquired, not there */
+    SMOE_C_WAITS,    /* waits that did not find the bytes at once, and have ended */
     SMOE_C_WAIT_NS,
+    SMOE_C_PHASED, /* how many */
+    /* clients: of all phases together */
+    SMOE_C_GUESS_HITS = SMOE_C_PHASED, /* of the hits and claims: loaded as a guess, first demand */
+    SMOE_C_GUESS_USED_BYTES,           /* experts of the guesses that a hit, a claim or a promotion made use of */
+    SMOE_C_GUESSES,                    /* guesses issued */
+    SMOE_C_GUESS_DROPS,                /* guesses given up: no idle slot, limit or queue full */
+    SMOE_C_GUESS_DISPLACED,            /* guesses that were queued still when a demand took their slot */
+    SMOE_C_EVICTIONS,                  /* slots taken from another expert */
+    SMOE_C_GUESS_WASTED,               /* of the evictions: guesses that nobody had demanded */
+    SMOE_C_GUESS_WASTED_BYTES,
+    SMOE_C_CLAIMS, /* claim_specific that returned a slot */
+    SMOE_C_RELEASES,
+    SMOE_C_BUSY_WAITS,  /* had to wait for a reservation */
     SMOE_C_READ_ERRORS, /* errors delivered to a waiter */
     SMOE_C_TIMEOUTS,
     /* workers */
@@ -145,7 +152,14 @@ enum smoe_counter {
     SMOE_C_REQUEUED, /* reads taken up again after their worker's death */
     SMOE_COUNTERS
 };
-#define SMOE_COUNTER_ROW 32u
+/* A row: a word a counter (the phased ones' are not used), then for each phase a word a phased counter and a word
+ * a bucket: of a client's waits, or, under the first phase, of a worker's reads. */
+#define SMOE_COUNTER_WORDS 48u
+#define SMOE_PHASE_WORDS   48u
+#define SMOE_PHASE_COUNT   3u
+#define SMOE_BUCKET_WORD   16u /* of a phase's words: the first bucket */
+#define SMOE_BUCKET_COUNT  28u /* at most 1 us, 2 us, 4 us, ... 2^26 us, more */
+#define SMOE_COUNTER_ROW   (SMOE_COUNTER_WORDS + SMOE_PHASE_COUNT * SMOE_PHASE_WORDS)
 
 struct smoe_header {
     /* These 64 bytes never change between versions. */
@@ -185,9 +199,9 @@ struct smoe_header {
     uint32_t speculation_ranks;
     uint32_t verify; /* 1: reads are held against the experts' checksums */
     /* Region offsets from the segment's start. */
-    uint64_t off_hot, off_reservations, off_participants, off_counters, off_file_modes;
-    uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_demand, off_speculative;
-    uint64_t off_homes, off_histogram, off_words, off_slots, off_trace;
+    uint64_t off_hot, off_reservations, off_participants, off_counters, off_marks, off_file_modes;
+    uint64_t off_ticks, off_bounds, off_empties, off_guesses, off_colds;
+    uint64_t off_demand, off_speculative, off_homes, off_histogram, off_words, off_slots, off_trace;
     uint64_t tables_offset;
     uint64_t off_grid, off_experts, off_windows, off_parts, off_moves;
     uint64_t off_layouts, off_tensors, off_files, off_strings;
@@ -233,7 +247,8 @@ struct smoe_participant {
     _Atomic uint64_t read_started_ns; /* 0: idle */
     _Atomic uint32_t current_slot;    /* slot + 1, 0: none */
     _Atomic uint32_t exit_reason;
-    uint8_t reserved[128 - 80];
+    _Atomic uint32_t publishing; /* slot + 1 whose read is being published, 0: none; see counters.c */
+    uint8_t reserved[128 - 84];
 };
 
 struct smoe_slot {
@@ -315,7 +330,9 @@ _Static_assert(sizeof(struct smoe_move_rec) == 24, "");
 _Static_assert(sizeof(struct smoe_layout_rec) == 8, "");
 _Static_assert(sizeof(struct smoe_tensor_rec) == 72, "");
 _Static_assert(sizeof(struct smoe_file_rec) == 56, "");
-_Static_assert(SMOE_COUNTERS <= SMOE_COUNTER_ROW, "");
+_Static_assert(SMOE_COUNTERS <= SMOE_COUNTER_WORDS && SMOE_C_PHASED <= SMOE_BUCKET_WORD, "");
+_Static_assert(SMOE_BUCKET_WORD + SMOE_BUCKET_COUNT <= SMOE_PHASE_WORDS, "");
+_Static_assert(SMOE_COUNTER_ROW * sizeof(uint64_t) % SMOE_LINE == 0, "no two participants write to one line");
 /* Homes and queues name slots in 16 bits; the low half of a word is the futex word (little-endian). */
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "big-endian machines are not supported");
 

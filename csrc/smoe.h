@@ -23,6 +23,9 @@
 
 #include <stdint.h>
 
+/* What is promised: docs/embedding.md.  It is raised by a change that a program built before would not survive. */
+#define SMOE_API_VERSION 1
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -91,7 +94,8 @@ typedef struct {
     uint64_t offset;  /* in the file */
     uint64_t wanted;  /* figures, as the code has it */
     uint64_t got;
-    uint64_t began_ns; /* with -EINTR: when the call began; the next call with this record goes on from there */
+    uint64_t began_ns;  /* with -EINTR: when the call began; the next call with this record goes on from there */
+    uint64_t waited_ns; /* likewise: when its wait for bytes began, 0: it has not */
 } smoe_error;
 
 enum { SMOE_STATE_QUEUED = 1, SMOE_STATE_READING = 2 };
@@ -128,6 +132,11 @@ int smoe_acquire(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_
 /* Like smoe_acquire, but if the reservation cannot be had at once, returns SMOE_EBUSY at once. */
 int smoe_acquire_nowait(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds,
                         smoe_error *error);
+/* Like smoe_acquire, for a part of a request that is more than the ring can keep: of what has to be read
+ * the slots are the next to be evicted, once released, until somebody asks for those experts again.  wait 0:
+ * if the reservation cannot be had at once, returns SMOE_EBUSY at once. */
+int smoe_acquire_cold(smoe_ring *ring, int64_t layer, const int64_t *experts, uint32_t n, smoe_hold *holds, int wait,
+                      int64_t timeout_ms, smoe_error *error);
 /* Wait until all n holds are resident.  Returns 0.  On SMOE_EREAD the failed hold is dropped and
  * *error names it; the others stay.  On SMOE_ETIMEOUT and SMOE_ENOSUPERVISOR the hold that was waited
  * for is dropped.  -EINTR (interruptible only): call again. */
@@ -191,12 +200,36 @@ int smoe_file_refusal(const smoe_ring *ring, uint32_t file); /* errno of the dir
 
 /* --- looking on ---------------------------------------------------------------------------------- */
 
-/* Sum over all participants' rows of one counter, or (id >= 0) one row's. */
+enum { SMOE_PHASE_UNSAID = 0, SMOE_PHASE_PREFILL = 1, SMOE_PHASE_DECODE = 2, SMOE_PHASES = 3 };
+enum { SMOE_PHASED = 6, SMOE_BUCKETS = 28 };
+/* Say what the calling thread demands and waits for from now on, on all rings: SMOE_PHASE_*.  Returns what it was
+ * before, or -EINVAL. */
+int smoe_phase(int phase);
+/* Figures since the ring was made: see counters.c.  Buckets: how many took at most 1 us, 2 us, 4 us, ...,
+ * 2^26 us (67 s), and more. */
+typedef struct {
+    uint64_t counters[32]; /* by number, as smoe_counter_name has them */
+    uint64_t phases[3][6]; /* the first SMOE_PHASED of them by phase */
+    uint64_t waits[3][28]; /* buckets, by phase */
+    uint64_t reads[28];    /* buckets; failed ones included */
+} smoe_tally;
+enum {
+    SMOE_OF_ALL = 0,     /* since the ring was made, whoever it was */
+    SMOE_OF_PRESENT = 1, /* of a client's id: by its present owner */
+    SMOE_OF_FORMER = 2   /* likewise: by those before, who left or died */
+};
+/* What was counted by the owners of an id; with SMOE_OF_ALL of any participant, or (-1) of all of them together, else
+ * of a client.  -ENOENT: the id has no owner, or another one since the call began; -EINVAL. */
+int smoe_get_tally(const smoe_ring *ring, int id, int whose, smoe_tally *out);
+/* One counter of SMOE_OF_ALL. */
 uint64_t smoe_counter_value(const smoe_ring *ring, uint32_t counter, int id);
 const char *smoe_counter_name(uint32_t counter); /* NULL past the last */
 /* Slots by state (6 values), held slots, guesses loading, reserved: out[9]. */
 int smoe_census(const smoe_ring *ring, uint32_t *out);
 int smoe_ring_state(const smoe_ring *ring);
+/* One byte a slot, n at most: its state, + 8 while somebody holds it, + 16 while a guess of it loads. */
+enum { SMOE_SHOWN_HELD = 8, SMOE_SHOWN_GUESS = 16 };
+int smoe_slot_states(const smoe_ring *ring, uint8_t *out, uint32_t n);
 /* The slot word: for tests and status. */
 uint64_t smoe_slot_word(const smoe_ring *ring, uint32_t slot);
 uint64_t smoe_slot_tick(const smoe_ring *ring, uint32_t slot);
@@ -219,9 +252,10 @@ uint64_t smoe_now_ns(void);
 int smoe_busy(smoe_ring *ring, int on);
 uint32_t smoe_busy_clients(const smoe_ring *ring); /* bit i: client i */
 
-/* Popularity, by expert index: read n counts, or add to one (both saturate at 2^32 - 1). */
+/* Popularity, by expert index: read n counts, add to one (saturates at 2^32 - 1), or set one. */
 int smoe_histogram_read(const smoe_ring *ring, uint32_t *counts, uint32_t n);
 int smoe_histogram_add(smoe_ring *ring, uint32_t expert_index, uint32_t n);
+int smoe_histogram_set(smoe_ring *ring, uint32_t expert_index, uint32_t n);
 
 /* Words between the prewarm process and those who steer it. */
 enum {
@@ -366,6 +400,11 @@ int smoe_quantize(const float *weights, uint64_t groups, int bits, const float *
 int64_t smoe_find_not_finite(const void *data, uint64_t bytes, uint32_t width, uint64_t mask, uint64_t least);
 uint32_t smoe_sizeof(uint32_t record); /* of the records, in smoe_tables' order, then header and slot */
 const char *smoe_strerror(int code);
+/* An error in words: what, the expert, the call, the file and the figures, as far as they are known.  Writes at most
+ * `room` bytes with a 0 at the end, and returns the length of the whole text.  ring may be NULL. */
+int smoe_error_text(const smoe_ring *ring, const smoe_error *error, char *text, uint32_t room);
+/* SMOE_API_VERSION of the library. */
+uint32_t smoe_api_version(void);
 
 /* --- Dequantisers: see dequant.c.  They need no ring. */
 

@@ -41,13 +41,17 @@ static void store(smoe_ring *r, uint64_t position, uint64_t body, uint64_t first
 /* Begin a record of n entries, which the caller stores from the returned position on. */
 uint64_t trace_begin(smoe_ring *r, enum smoe_trace_kind kind, uint32_t layer, uint32_t n) {
     uint64_t at = atomic_fetch_add_explicit(&r->hot->trace_head, n + 2ull, memory_order_relaxed);
+    FAILPOINT("trace.drawn");
     store(r, at, (uint64_t)kind | (uint64_t)r->id << 3 | (uint64_t)n << 11 | (uint64_t)layer << 27, FIRST);
+    FAILPOINT("trace.begun");
     store(r, at + 1, plat_now_ns() / 1000, 0);
+    FAILPOINT("trace.timed");
     return at + 2;
 }
 
 void trace_entry(smoe_ring *r, uint64_t position, uint32_t expert, enum smoe_trace_outcome outcome) {
     store(r, position, expert | (uint64_t)outcome << 21, 0);
+    FAILPOINT("trace.entry");
 }
 
 void trace_holds(smoe_ring *r, enum smoe_trace_kind kind, uint32_t layer, const smoe_hold *holds, uint32_t n) {
@@ -88,6 +92,7 @@ int64_t smoe_trace_record(smoe_ring *r, int on) {
         return -EPERM;
     uint64_t head = atomic_load_explicit(&r->hot->trace_head, memory_order_relaxed);
     atomic_store_explicit(&r->hot->tracing, on ? 1 : 0, memory_order_relaxed);
+    FAILPOINT("trace.switched");
     return (int64_t)head;
 }
 
@@ -152,7 +157,7 @@ int64_t smoe_trace_read(const smoe_ring *r, int pass_over, uint64_t *position, u
             bool overtaken = atomic_load_explicit(&r->hot->trace_head, memory_order_relaxed) - to > SMOE_TRACE_CELLS;
             if (overtaken)
                 continue;
-            if (!pass_over)
+            if (!pass_over || got)
                 return got;
             pass_over = 0;
             to = next_first(r, to, head);

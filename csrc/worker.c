@@ -57,6 +57,7 @@ struct outcome {
     uint32_t file;
     uint64_t offset, wanted, got;
     uint64_t asked; /* bytes asked of files */
+    bool checked;   /* held against a checksum */
 };
 
 static int failed(struct outcome *o, int error, uint32_t file, uint64_t offset, uint64_t wanted, uint64_t got) {
@@ -324,10 +325,9 @@ static int check_sum(struct worker *w, uint32_t expert, const unsigned char *slo
             return failed(o, SMOE_READ_PLAN, 0, p.file_offset, r->slot_bytes, p.slot_offset);
         sum = smoe_crc32c(sum, slot + p.slot_offset, p.bytes);
     }
-    count(r, SMOE_C_CHECKED, 1);
+    o->checked = true;
     if (sum == x.crc32c)
         return 0;
-    count(r, SMOE_C_BAD_SUMS, 1);
     const struct smoe_part_rec *first = &r->parts[x.first_part];
     return failed(o, SMOE_READ_CHECKSUM, first->file, first->file_offset, x.crc32c, sum);
 }
@@ -336,23 +336,28 @@ static void finish(struct worker *w, uint32_t s, uint64_t word, const struct out
     smoe_ring *r = w->r;
     struct smoe_slot *slot = &r->slots[s];
     uint64_t now = plat_now_ns();
-    count(r, SMOE_C_READ_NS, now - began);
-    count(r, SMOE_C_DEVICE_BYTES, o->asked);
+    const struct counted counts[] = {
+        {o->error ? SMOE_C_FAILED_READS : SMOE_C_READS, 1},
+        {SMOE_C_WANTED_BYTES, o->error ? 0 : r->experts[WORD_EXPERT(word)].bytes},
+        {SMOE_C_DEVICE_BYTES, o->asked},
+        {SMOE_C_READ_NS, now - began},
+        {SMOE_C_CHECKED, o->checked},
+        {SMOE_C_BAD_SUMS, o->error == SMOE_READ_CHECKSUM},
+    };
     atomic_store_explicit(&slot->read_started_ns, 0, memory_order_relaxed);
     atomic_store_explicit(&slot->kills, 0, memory_order_relaxed);
     atomic_store_explicit(&r->hot->landed_ns, now, memory_order_relaxed);
+    counters_add_read(r, s, counts, sizeof counts / sizeof *counts, now - began);
     if (o->error) {
         slot_error_set(r, s, o->error, o->file, o->offset, o->wanted, o->got);
-        count(r, SMOE_C_FAILED_READS, 1);
         FAILPOINT("fail.recorded");
         slot_fail(r, s, w->number);
     } else {
-        count(r, SMOE_C_READS, 1);
-        count(r, SMOE_C_WANTED_BYTES, r->experts[WORD_EXPERT(word)].bytes);
         lru_stamp(r, s);
         FAILPOINT("publish.stamped");
         slot_publish(r, s, w->number);
     }
+    counters_confirm(r);
     FAILPOINT("publish.done");
     guess_clear(r, s);
     FAILPOINT("publish.guess_cleared");

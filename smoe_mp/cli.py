@@ -8,6 +8,7 @@ small, 6 ring, 7 control plane, 8 model, 130 Ctrl-C (docs/operations.md).  A tra
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -27,13 +28,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from smoe_mp import control_cli, log, models, segments, vault_cli
 from smoe_mp import detach as detaching
 from smoe_mp import inspect as inspecting
-from smoe_mp import log, models, segments, vault_cli
 from smoe_mp.bench.cli import app as bench_app
 from smoe_mp.completion import Name, running
 from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
-from smoe_mp.control.client import ControlClient, no_ring
+from smoe_mp.control.client import ControlClient, check_served
 from smoe_mp.control.commands import (
     FileStatus,
     Prewarm,
@@ -49,14 +50,14 @@ from smoe_mp.control.commands import (
 )
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import PROMPT, Writing, run_demo
-from smoe_mp.errors import ConfigError, NoAnswer, NoSuchRing, SmoeError
+from smoe_mp.errors import ConfigError, NoAnswer, SmoeError
 from smoe_mp.fit import fit, slots_in
 from smoe_mp.process import ExitWatch
 from smoe_mp.run import Sampling, speak
 from smoe_mp.runtime import (
-    check_reachable,
     group_id,
     human_bytes,
+    human_duration,
     is_served,
     make_runtime_folder,
     serving_pid,
@@ -205,7 +206,7 @@ def status(
         ),
     ] = None,
 ) -> None:
-    _check_served(name)
+    check_served(name)
     with ControlClient(name) as control:
         if every_s is not None:
             console = Console(soft_wrap=True, force_terminal=False) if as_json else Console()
@@ -237,7 +238,7 @@ def down(
     ] = 60.0,
 ) -> None:
     deadline = time.monotonic() + timeout
-    _check_served(name)
+    check_served(name)
     with contextlib.closing(_End(socket_path(name))) as end:  # looked at while it surely lives
         with ControlClient(name, timeout_ms=min(int(timeout * 1000), 5000)) as control:
             done = control.call(Stop(keep_ring=keep_ring))
@@ -278,21 +279,14 @@ class _End:
 def _stopped(done: StopResult) -> str:
     rate = "no demand" if done.hit_rate is None else f"hit rate {done.hit_rate:.1%}"
     read = human_bytes(done.counters.get("device_bytes", 0))
-    return f"{done.name}: stopped after {_duration(done.uptime_s)}; {rate}, {read} read"
-
-
-def _check_served(name: str) -> None:
-    path = socket_path(segments.check_name(name))
-    check_reachable(path)
-    if not is_served(path):
-        raise NoSuchRing(no_ring(name))
+    return f"{done.name}: stopped after {human_duration(done.uptime_s)}; {rate}, {read} read"
 
 
 @app.command(help=help_text(Workers))
 def workers(
     name: Name, count: Annotated[int, typer.Argument(metavar="COUNT", min=1, max=127, help="How many.")]
 ) -> None:
-    _check_served(name)
+    check_served(name)
     with ControlClient(name) as control:
         result = control.call(Workers(count=count))
     print(f"{name}: {result.before} workers before, {result.count} from now on")
@@ -313,7 +307,7 @@ def prewarm(
         int | None, typer.Option("--ms", metavar="N", min=0, help="For trickle: milliseconds between reads.")
     ] = None,
 ) -> None:
-    _check_served(name)
+    check_served(name)
     with ControlClient(name) as control:
         result = control.call(Prewarm(action=action.value, trickle_ms=ms))
     print(f"{name}: prewarm is {result.state}, {result.done} of {result.goal} experts")
@@ -557,6 +551,7 @@ def run(
 
 app.command("pack", help=vault_cli.PACK_HELP)(vault_cli.pack)
 app.command("verify", help=vault_cli.VERIFY_HELP)(vault_cli.verify)
+control_cli.add_to(app)
 app.add_typer(bench_app, name="bench")
 app.add_typer(trace_app, name="trace")
 
@@ -599,8 +594,8 @@ def draw_status(result: StatusResult, console: Console) -> None:
 
 
 def _tables(result: StatusResult) -> list[Table]:
-    tables = (_facts(result), _workers(result), _clients(result), _counters(result))
-    return [table for table in tables if table.row_count]
+    parts = (_facts, _workers, _clients, _demands, _latencies, _counters)
+    return [table for part in parts if (table := part(result)).row_count]
 
 
 def _warning_lines(result: StatusResult) -> list[Text]:
@@ -614,7 +609,7 @@ def _facts(result: StatusResult) -> Table:
     vault, ring = result.vault, result.ring
     size = f"{human_bytes(ring.slot_bytes)} = {human_bytes(ring.data_bytes)}"
     rows = [
-        ("system", f"{result.name}: {result.state} for {_duration(result.uptime_s)}"),
+        ("system", f"{result.name}: {result.state} for {human_duration(result.uptime_s)}"),
         ("process", f"pid {result.pid}, smoe-mp {result.version}"),
         ("vault", f"{vault.path}: {vault.format}, {vault.experts} experts, {human_bytes(vault.bytes)}"),
         ("checksums", _checksum_line(vault)),
@@ -623,9 +618,12 @@ def _facts(result: StatusResult) -> Table:
         *([("waste", _waste_line(ring))] if ring.wasted_bytes else []),
         ("memory", _memory_line(ring)),
         ("health", result.health),
+        *([("metrics", f"{result.metrics.url}: {result.metrics.state}")] if result.metrics else []),
         ("prewarm", _prewarm_line(result.prewarm)),
         ("census", ", ".join(f"{count} {state}" for state, count in ring.census.items())),
         ("hit rate", "no demand yet" if result.hit_rate is None else f"{result.hit_rate:.1%}"),
+        ("guesses", _guess_line(result.counters)),
+        ("device", _device_line(result.counters)),
     ]
     for name, value in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(value))
@@ -645,6 +643,8 @@ def _waste_line(ring: RingStatus) -> str:
 
 
 def _memory_line(ring: RingStatus) -> str:
+    if ring.resident_bytes is None:
+        return f"{human_bytes(ring.locked_bytes)} locked"
     line = (
         f"{human_bytes(ring.resident_bytes)} of the ring in memory, {human_bytes(ring.locked_bytes)} locked"
     )
@@ -655,6 +655,20 @@ def _memory_line(ring: RingStatus) -> str:
 def _prewarm_line(prewarm: PrewarmStatus) -> str:
     line = f"{prewarm.state}, {prewarm.done} of {prewarm.goal} experts, every {prewarm.trickle_ms:g} ms"
     return f"{line}; popularity in {prewarm.histogram}"
+
+
+def _guess_line(counters: dict[str, int]) -> str:
+    n = collections.Counter(counters)  # 0 for what an older supervisor does not tell
+    used, wasted = human_bytes(n["guess_used_bytes"]), human_bytes(n["guess_wasted_bytes"])
+    return (
+        f"{n['guesses']:,}: {n['guess_hits'] + n['promoted']:,} used ({used}), {n['guess_wasted']:,} evicted"
+        f" unread ({wasted}), {n['guess_displaced']:,} displaced before they were read"
+    )
+
+
+def _device_line(counters: dict[str, int]) -> str:
+    n = collections.Counter(counters)
+    return f"{human_bytes(n['device_bytes'])} read for {human_bytes(n['wanted_bytes'])} of experts"
 
 
 def _file_line(file: FileStatus) -> str:
@@ -674,17 +688,60 @@ def _workers(result: StatusResult) -> Table:
     for worker in result.workers:
         busy = "idle" if worker.slot is None else f"reads into slot {worker.slot}"
         if worker.stuck:
-            busy = f"STUCK: {busy} for {_duration(worker.reading_s or 0)}"
+            busy = f"STUCK: {busy} for {human_duration(worker.reading_s or 0)}"
         table.add_row(str(worker.id), str(worker.pid), busy if worker.alive else "dead")
     return table
 
 
 def _clients(result: StatusResult) -> Table:
-    table = _table("clients", "client", "pid", "label", "slots", numbers=("client", "pid", "slots"))
+    numbers = ("id", "pid", "slots", "demanded", "coverage", "wait p99")
+    table = _table("clients", "id", "pid", "label", *numbers[2:], numbers=numbers)
     for client in result.clients:
         label = escape(client.label) if client.alive else f"{escape(client.label)} (dead)"
-        table.add_row(str(client.id), str(client.pid), label, str(client.reserved))
+        did = client.demand
+        row = (str(client.id), str(client.pid), label, str(client.reserved), f"{did.demanded:,}")
+        table.add_row(*row, _share(did.coverage), _length(did.wait.p99_s))
+    if (gone := result.departed.demand).demanded:
+        table.add_row(
+            "", "", "(gone)", "", f"{gone.demanded:,}", _share(gone.coverage), _length(gone.wait.p99_s)
+        )
     return table
+
+
+def _demands(result: StatusResult) -> Table:
+    kinds = ("demanded", "resident", "joined", "promoted", "missed", "coverage")
+    table = _table("demand", "phase", *kinds, numbers=kinds)
+    rows = {**result.phases, "all": result.demand} if result.demand.demanded else {}
+    for phase, did in rows.items():
+        counts = (did.demanded, did.hits, did.joins, did.promoted, did.misses)
+        table.add_row(phase, *(f"{n:,}" for n in counts), _share(did.coverage))
+    return table
+
+
+def _latencies(result: StatusResult) -> Table:
+    columns = ("times", "mean", "p50", "p90", "p99")
+    table = _table("how long", "what", *columns, numbers=columns)
+    waits = {f"wait, {phase}": did.wait for phase, did in result.phases.items()}
+    for what, took in {**waits, "read": result.read_latency}.items():
+        if took.count:
+            mean = took.sum_s / took.count
+            row = map(_length, (mean, took.p50_s, took.p90_s, took.p99_s))
+            table.add_row(what, f"{took.count:,}", *row)
+    return table
+
+
+def _share(part: float | None) -> str:
+    return "" if part is None else f"{part:.1%}"
+
+
+def _length(seconds: float | None) -> str:
+    """A length of time in a fitting unit."""
+    if seconds is None:
+        return ""
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _counters(result: StatusResult) -> Table:
@@ -699,11 +756,3 @@ def _settings(result: StatusResult) -> Table:
     for setting in result.config:
         table.add_row(setting.key, escape(str(setting.value)), setting.origin)
     return table
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s"
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"

@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from smoe_mp.errors import ConfigError
+from smoe_mp.listener import PATTERN
 
 MIB = 1 << 20
 
@@ -197,6 +198,23 @@ class LogConfig(Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class MetricsConfig(Struct, frozen=True, kw_only=True):
+    listen: Annotated[
+        str,
+        Meta(
+            pattern=PATTERN,
+            description="Where the figures of status can be fetched for Prometheus, without a password:"
+            ' "127.0.0.1:9464", or "unix:/run/smoe/metrics.sock", which only its owner can open. Port 0: a'
+            " free one, which up names. Empty: nowhere.",
+            extra={
+                "allowed": "a port of this machine alone (127.x.x.x:PORT, [::1]:PORT, localhost:PORT),"
+                ' "unix:/PATH", or ""',
+                "remedy": "for other machines put a reverse proxy before it, which can ask for a password",
+            },
+        ),
+    ] = ""
+
+
 class Config(Struct, frozen=True, kw_only=True):
     """All settings.  `name` is held against the rules for ring names where the ring is made."""
 
@@ -216,6 +234,7 @@ class Config(Struct, frozen=True, kw_only=True):
     prewarm: PrewarmConfig = field(default_factory=PrewarmConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +260,8 @@ def _meta(annotated: Any) -> Meta:
 
 def _allowed(annotated: Any) -> str:
     base, meta = get_args(annotated)[0], _meta(annotated)
+    if allowed := (meta.extra or {}).get("allowed"):
+        return str(allowed)
     if get_origin(base) is Literal:
         return " or ".join(f'"{choice}"' for choice in get_args(base))
     if base is bool:

@@ -42,6 +42,7 @@ from smoe_mp.engine import F32, Engine, ResidentExperts
 from smoe_mp.errors import SmoeError
 from smoe_mp.ring import Ring, attach
 from smoe_mp.runtime import human_bytes
+from smoe_mp.stats import KINDS
 
 __all__ = ["System", "Turn", "Writing", "config_text", "run_demo"]
 
@@ -69,9 +70,6 @@ class Writing:
     seed: int = 0
 
 
-_DEMANDS = ("hits", "joins", "promoted", "misses")
-
-
 class _Meter:
     """What a ring's counters changed by since it was made; without a ring nothing ever does."""
 
@@ -81,9 +79,9 @@ class _Meter:
 
     def _now(self) -> dict[str, int]:
         if self._ring is None:
-            return dict.fromkeys((*_DEMANDS, "guess_hits", "wait_ns", "reads", "device_bytes"), 0)
+            return dict.fromkeys((*KINDS, "guess_hits", "wait_ns", "reads", "device_bytes"), 0)
         stats = self._ring.stats()
-        mine = {key: stats["client"][key] for key in (*_DEMANDS, "guess_hits", "wait_ns")}
+        mine = {key: stats["client"][key] for key in (*KINDS, "guess_hits", "wait_ns")}
         return mine | {key: stats[key] for key in ("reads", "device_bytes")}
 
     def change(self) -> dict[str, int]:
@@ -92,7 +90,7 @@ class _Meter:
 
 def hit_rate(change: Mapping[str, int]) -> float:
     """Of the experts demanded, how many were there; 0 where none was."""
-    return change["hits"] / max(1, sum(change[key] for key in _DEMANDS))
+    return change["hits"] / max(1, sum(change[key] for key in KINDS))
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ h heads, g key-value heads, c head dimension, t tokens seen so far.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol, Self
@@ -70,6 +70,10 @@ class Experts(Protocol):
 
     def as_ready(self, layer: int, experts: Sequence[int], /) -> Iterator[ExpertTensors]:
         """Each of `experts` once, in any order, there until the next is asked for."""
+        ...
+
+    def phase(self, name: str, /) -> AbstractContextManager[None]:
+        """What is asked for inside the block is for "prefill" or "decode"."""
         ...
 
 
@@ -239,9 +243,10 @@ class Engine:
         cache.make_room(len(tokens))
         x: F32 = self._embedding[list(tokens)]
         turn = self._rotation(cache.length, len(tokens))
-        for number, layer in enumerate(self._layers):
-            x = x + self._attend(layer, self._rms(x, layer.attention_norm), number, cache, turn)
-            x = x + self._mix(number, layer, self._rms(x, layer.experts_norm))
+        with self.experts.phase("prefill" if len(tokens) > 1 else "decode"):
+            for number, layer in enumerate(self._layers):
+                x = x + self._attend(layer, self._rms(x, layer.attention_norm), number, cache, turn)
+                x = x + self._mix(number, layer, self._rms(x, layer.experts_norm))
         cache.length += len(tokens)
         logits: F32 = self._rms(x, self._norm) @ self._head.T
         return logits
@@ -414,3 +419,6 @@ class ResidentExperts:
 
     def as_ready(self, layer: int, experts: Sequence[int], /) -> Iterator[ExpertTensors]:
         return iter([self._experts[layer, expert] for expert in experts])
+
+    def phase(self, name: str, /) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -37,7 +37,7 @@ from smoe_mp.errors import (
     SmoeError,
     VaultError,
 )
-from smoe_mp.runtime import socket_path
+from smoe_mp.runtime import events_path, socket_path
 
 STALL_S = 120.0  # a start may take long, but not so long without a line or processor time
 STOP_S = 60.0  # for an end in order: its own limits, all together, are less
@@ -211,12 +211,15 @@ def end(child: subprocess.Popen[bytes], name: str, owner: int) -> None:
             pipe.close()
     killed = child.returncode is None or child.returncode < 0
     if name and killed and child.returncode != -signal.SIGTERM:  # by that one: it had made nothing yet
-        _clear(name)
+        clear(name)
 
 
-def _clear(name: str) -> None:
-    """Remove what a supervisor that was killed could not."""
+def clear(name: str) -> None:
+    """Remove what a supervisor that was killed could not; nothing where one still serves the ring."""
     with contextlib.suppress(SmoeError):
         segments.remove_orphan(name)
-    with contextlib.suppress(SmoeError, OSError):
-        socket_path(name).unlink()
+    with contextlib.suppress(SmoeError):
+        path = socket_path(name)
+        for socket in (path, events_path(path)):
+            with contextlib.suppress(OSError):
+                socket.unlink()

@@ -86,6 +86,12 @@ class Pool:
             child.send(signal.SIGTERM)
             self._ending.append(child)
 
+    def let_end(self) -> None:
+        """They end by themselves, as workers do when the ring stops, and that is no death."""
+        self.target = 0
+        self._ending += self.children.values()
+        self.children.clear()
+
     def tick(self) -> float:
         """Reap the dead, start what is due; returns after how many seconds to come again at the latest."""
         now = self._clock()

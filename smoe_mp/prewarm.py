@@ -14,29 +14,23 @@ every minute if counts have changed, and after each request; the supervisor save
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from smoe_mp import histogram
-from smoe_mp._native import check, ffi, lib, new_error
+from smoe_mp import child, histogram
+from smoe_mp._native import ffi, lib
 from smoe_mp.errors import SmoeError
 from smoe_mp.segments import PREWARM_STATES, PREWARM_WORDS, STATES, read_histogram
 
 SAVE_EVERY_S = 60.0
 #: Guesses of ours that may wait at a time, so that a demand that turns up finds the workers free soon.
 QUEUE_MOST = 4
-#: Turns that one expert is tried again for while the ring gives no slot for a guess.
+#: How often one expert is tried for while the ring gives no slot for a guess.
 TRIES_MOST = 250
 LOOK_MS = 1000
 
@@ -59,14 +53,8 @@ class Prewarmer:
     """One ring's prewarm process; `run` returns when it is told to stop or the ring ends."""
 
     def __init__(self, name: str, creation: str, path: Path, fingerprint: bytes) -> None:
-        out, error = ffi.new("smoe_ring **"), new_error()
-        check(lib.smoe_attach(name.encode(), lib.SMOE_ROLE_PREWARM, 0, b"prewarm", out, error), error, name)
-        self._ring = out[0]
+        self._ring, info = child.attach(name, creation, lib.SMOE_ROLE_PREWARM, "prewarm")
         self._name, self._path, self._fingerprint = name, path, fingerprint
-        info = ffi.new("smoe_info *")
-        lib.smoe_get_info(self._ring, info)
-        if creation and creation != f"{info.creation[0]:016x}{info.creation[1]:016x}":
-            raise SmoeError(f"ring {name}: was replaced")
         self._n, self._budget = int(info.n_experts), budget(int(info.n_slots))
         pair = ffi.new("uint32_t[2]")
         self._pairs: list[tuple[int, int]] = []
@@ -128,12 +116,12 @@ class Prewarmer:
         self._say("goal", len(order))
         self._say("done", 0)
         for done, index in enumerate(order, 1):
-            for _ in range(TRIES_MOST):
-                if self._resident(int(index)):
-                    break
+            tries = 0
+            while tries < TRIES_MOST and not self._resident(int(index)):
                 self._say("state", _RUNS)
-                if lib.smoe_queue_length(self._ring, 1) < QUEUE_MOST:
+                if lib.smoe_queue_length(self._ring, 1) < QUEUE_MOST:  # else the disk is slow: no refusal
                     self._guess(int(index))
+                    tries += 1
                 yield int(index)
             self._say("done", done)
 
@@ -161,39 +149,19 @@ class Prewarmer:
                 print(f"warning: {e}", file=sys.stderr, flush=True)
 
 
-def _watch(fd: int) -> None:
-    """End with the supervisor: its end of the pipe closes when it dies."""
-    with contextlib.suppress(OSError):
-        os.read(fd, 1)
-    os._exit(3)
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="smoe_mp.prewarm")
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--creation", default="")
+    parser = child.parser("smoe_mp.prewarm")
     parser.add_argument("--histogram", type=Path, required=True)
     parser.add_argument("--fingerprint", type=bytes.fromhex, required=True)
-    parser.add_argument("--watch-fd", type=int, default=-1)
-    parser.add_argument("--ready-fd", type=int, default=-1)
     args = parser.parse_args(argv)
-    for ignored in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    if args.watch_fd >= 0:
-        threading.Thread(target=_watch, args=(args.watch_fd,), daemon=True).start()
+    child.follow_supervisor(args.watch_fd)
     try:
         warmer = Prewarmer(args.name, args.creation, args.histogram, args.fingerprint)
     except SmoeError as e:
         print(e, file=sys.stderr)
         return 1
-
-    def on_term(number: int, frame: Any) -> None:
-        warmer.stop()
-
-    signal.signal(signal.SIGTERM, on_term)
-    if args.ready_fd >= 0:
-        os.write(args.ready_fd, b"r")
-        os.close(args.ready_fd)
+    child.on_term(warmer.stop)
+    child.say_ready(args.ready_fd)
     warmer.run()
     return 0
 

@@ -125,12 +125,19 @@ class WatchPipe:
 class Child:
     """A child process that says when it is ready, and whose stderr is kept and passed on by lines.
 
-    `argv` gets " --watch-fd N --ready-fd N" appended.  `on_line` receives each line of stderr.
-    Raises SmoeError if the program cannot be started.
+    `argv` gets " --watch-fd N --ready-fd N" appended.  `on_line` receives each line of stderr.  `fds`: more
+    descriptors that it inherits, under their numbers.  Raises SmoeError if the program cannot be started.
     """
 
     def __init__(
-        self, label: str, argv: Sequence[str], watch: WatchPipe, loop: Loop, on_line: Callable[[str], None]
+        self,
+        label: str,
+        argv: Sequence[str],
+        watch: WatchPipe,
+        loop: Loop,
+        on_line: Callable[[str], None],
+        *,
+        fds: Sequence[int] = (),
     ) -> None:
         self.label, self.ready = label, False
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -142,7 +149,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=(watch.read_fd, ready_write),
+                pass_fds=(watch.read_fd, ready_write, *fds),
                 process_group=0,
             )
         except OSError as error:
@@ -258,7 +265,7 @@ def end_all(
         for child in left:
             if number is not None:
                 child.send(number)
-                child.send(signal.SIGCONT)  # a stopped one hears of it only when it goes on
+            child.send(signal.SIGCONT)  # a stopped one hears of anything only when it goes on
         if loop.wait_until(gone, limit_s):
             break
     return left

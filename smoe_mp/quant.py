@@ -37,7 +37,7 @@ _DECODE_BLOCK_BYTES = 1 << 16
 _Q2_CANDIDATES = np.linspace(0.1, 1.0, 64, dtype=np.float32)
 
 
-def _decoding_table(bits: int) -> F32:
+def decoding_table(bits: int) -> F32:
     """Row b: the weights that byte b stands for, before scaling; shape (256, 8 / bits)."""
     half = _HALF_RANGE[bits]
     byte = np.arange(256)
@@ -48,8 +48,8 @@ def _decoding_table(bits: int) -> F32:
 # A row as one number of its size, so that one look-up moves all its weights: 2 x float32 is the size of a
 # float64, 4 x float32 that of a complex128.  The numbers are only ever copied.
 _ROWS: dict[int, npt.NDArray[np.float64] | npt.NDArray[np.complex128]] = {
-    4: _decoding_table(4).view(np.float64).reshape(256),
-    2: _decoding_table(2).view(np.complex128).reshape(256),
+    4: decoding_table(4).view(np.float64).reshape(256),
+    2: decoding_table(2).view(np.complex128).reshape(256),
 }
 
 

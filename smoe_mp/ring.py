@@ -33,10 +33,10 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from smoe_mp import dequant
+from smoe_mp import dequant, stats
 from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, text
 from smoe_mp.errors import IdError, RingClosed, RingError, VaultError
-from smoe_mp.segments import CENSUS, MODES, check_name, counters
+from smoe_mp.segments import CENSUS, MODES, check_name
 from smoe_mp.sources import scaled
 from smoe_mp.sources.dtypes import BITS, NUMPY
 
@@ -44,7 +44,9 @@ _HOLD, _HOLDS = ffi.typeof("smoe_hold *"), ffi.typeof("smoe_hold[]")  # parsed o
 _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 #: Ranks behind the top-k that a trace has of a router.
 TRACED_RANKS = 8
-_REGISTERED = ("hits", "joins", "promoted", "misses")
+_UNDER_WAY = (CENSUS.index("queued"), CENSUS.index("reading"))
+#: Slots that a request of more than the ring can keep goes on in, at most: enough for all workers to read.
+BULK_SLOTS = 64
 
 
 def _milliseconds(timeout: float | None) -> int:
@@ -331,6 +333,15 @@ class Batch(Sequence[Expert]):
         """How many were resident when asked for."""
         return sum(bool(h.hit) for h in self._holds)
 
+    @property
+    def landed(self) -> bool:
+        """Whether no read of it is under way any more, so that `wait` returns or raises at once."""
+        ptr = self._handle.ptr
+        return not any(
+            h.status == lib.SMOE_HOLD_LOADING and lib.smoe_slot_word(ptr, h.slot) & 7 in _UNDER_WAY
+            for h in self._holds
+        )
+
     def wait(self, timeout: float | None = None) -> Self:
         """Wait until all are resident.  `timeout`: seconds, None for the ring's read deadline.
 
@@ -546,6 +557,10 @@ class Ring:
         An expert is held until the next one is asked for (its views for as long as they are used).  More
         experts than half the ring are asked for in waves that never hold more than that half, so a
         request may be larger than the ring.  Errors as for `fetch`, at the expert concerned.
+
+        More experts than one token wants are taken for a prompt's, which wants as many of every layer.  If
+        the ring cannot keep all those, the request goes on in a quarter of the slots or fewer, so that what
+        else is used stays: what it has to read is the next to be evicted until somebody asks for it again.
         """
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = self._ids(experts)
@@ -571,24 +586,42 @@ class Ring:
         finally:
             lib.smoe_busy(handle.ptr, 0)
 
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What this thread demands and waits for in the block is counted as "prefill" or "decode":
+        `with ring.phase("prefill"):`.  Blocks may be nested; the innermost counts.  It is the thread's on all
+        rings.  ValueError for another name."""
+        self._open()
+        if name not in stats.PHASES:
+            raise ValueError(f"phase {name!r}: wanted is one of {', '.join(stats.PHASES)}")
+        before = lib.smoe_phase(stats.PHASES.index(name))
+        try:
+            yield
+        finally:
+            lib.smoe_phase(before)
+
     # --- looking on --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counters of all participants since the ring was made, with `hit_rate`, `mean_wait_us`, the
-        `census` of the slots, `files` (path: the way of reading that was achieved), and under `client` the
-        same counters of this client alone."""
+        `census` of the slots, `files` (path: the way of reading that was achieved), `demand`, `phases`,
+        `read_latency` (see `smoe_mp.stats`), and under `client` the counters, `demand` and `phases` of this
+        client alone, since it attached."""
         ptr = self._open().ptr
         out = ffi.new("uint32_t[9]")
         check_plain(lib.smoe_census(ptr, out), self._name)
-        total: dict[str, Any] = dict(counters(ptr, -1))
-        demanded = sum(total[k] for k in _REGISTERED)
-        total["hit_rate"] = total["hits"] / demanded if demanded else 0.0
+        everybody, own = stats.tally(ptr), stats.tally(ptr, self.client_id, lib.SMOE_OF_PRESENT)
+        if everybody is None or own is None:
+            raise_error(lib.SMOE_ELEASE, new_error(), self._name, ptr)
+        total = _flat(everybody)
+        total["read_latency"] = stats.latency(everybody.reads, total["read_ns"])
+        total["hit_rate"] = total["demand"]["coverage"] or 0.0
         total["mean_wait_us"] = total["wait_ns"] / total["waits"] / 1000 if total["waits"] else 0.0
         total["census"] = dict(zip(CENSUS, list(out), strict=True))
         total["files"] = {
             text(lib.smoe_file_path(ptr, i)): MODES[lib.smoe_file_mode(ptr, i)] for i in range(self._files)
         }
-        total["client"] = counters(ptr, self.client_id)
+        total["client"] = _flat(own)
         return total
 
     def resident(self, layer: int, expert: int) -> bool:
@@ -605,6 +638,12 @@ class Ring:
         return word & 7 in (3, 4) and word >> 11 & 0x1FFFFF == index
 
 
+def _flat(tally: stats.Tally) -> dict[str, Any]:
+    """A tally's figures, its counters among them by their names."""
+    figures = stats.figures(tally)
+    return {**figures.pop("counters"), **figures}
+
+
 class _Waves:
     """The running state of one `as_ready` or `in_order`."""
 
@@ -617,8 +656,10 @@ class _Waves:
         self.asked = 0  # ids[:asked] have been demanded
         self.flying = 0  # demanded and not yet yielded
         self.ready: deque[int] = deque()
-        half = max(1, ring.slots // 2)
-        self.window = min(len(batch), half)
+        self.bulk = len(batch) > ring.top_k and len(batch) * ring.experts > ring.slots * ring._grid[1]
+        self.window = min(len(batch), max(1, ring.slots // 2))
+        if self.bulk:
+            self.window = min(self.window, max(2, ring.slots // 4), BULK_SLOTS)
 
     def _demand(self, n: int, wait: bool) -> bool:
         """Demand the next n, waiting for the reservation or not."""
@@ -627,7 +668,11 @@ class _Waves:
         ids = list(b._experts[self.asked : self.asked + n])
         code = -errno.EINTR
         while code == -errno.EINTR:
-            if wait:
+            if self.bulk:
+                code = lib.smoe_acquire_cold(
+                    handle.ptr, b._layer, ids, n, holds, wait, self.ms if wait else -1, error
+                )
+            elif wait:
                 code = lib.smoe_acquire(handle.ptr, b._layer, ids, n, holds, self.ms, error)
             else:
                 code = lib.smoe_acquire_nowait(handle.ptr, b._layer, ids, n, holds, error)

@@ -33,10 +33,10 @@ from msgspec import Struct
 from smoe_mp import models
 from smoe_mp.errors import ConfigError, ModelError, SmoeError
 from smoe_mp.runtime import human_bytes
+from smoe_mp.stats import KINDS
 from smoe_mp.text import Bytes, Message, Streamer, Text, Tokens
 
 EXTRA = "pip install 'smoe-mp[transformers]'"
-_REGISTERED = ("hits", "joins", "promoted", "misses")
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class Speaker:
         self._ring = streamed.ring_of(self._model)
         self._sampling, self._say = sampling, say
         config = self._model.config.get_text_config()
-        self.text = _text_of(streamed, path, int(config.vocab_size))
+        self.text = _text_of(streamed, path, config)
         self._context = int(getattr(config, "max_position_embeddings", 0) or 0)  # 0: it does not say
         self._stops = _stops(self._model.generation_config)
         self._cache: dict[str, Any] = {}  # by the name that generate has for it, which differs by version
@@ -193,8 +193,8 @@ class Speaker:
         self, text: str, prompt_tokens: int, streamer: Streamer, before: dict[str, Any], *, interrupted: bool
     ) -> Answer:
         after = self._ring.stats()
-        own = {key: after["client"][key] - before["client"][key] for key in (*_REGISTERED, "wait_ns")}
-        demanded = sum(own[key] for key in _REGISTERED)
+        own = {key: after["client"][key] - before["client"][key] for key in (*KINDS, "wait_ns")}
+        demanded = sum(own[key] for key in KINDS)
         tokens, rest_s = len(streamer.tokens), streamer.ended - streamer.first
         return Answer(
             text=text,
@@ -222,13 +222,13 @@ def _named(path: Path, what: str) -> Iterator[None]:
         raise ModelError(f"{path}: {what}: {type(error).__name__}: {error}") from error
 
 
-def _text_of(streamed: Any, path: Path, vocabulary: int) -> Text:
+def _text_of(streamed: Any, path: Path, config: Any) -> Text:
     try:
         with _named(path, "its tokenizer cannot be loaded"):
             return Tokens(streamed.load_tokenizer(path))
     except ModelError as error:
-        if vocabulary == 256 and error.__cause__ is None:  # there is none, rather than a damaged one
-            return Bytes()
+        if config.vocab_size == 256 and error.__cause__ is None:  # there is none, rather than a damaged one
+            return Bytes(config.bos_token_id)
         raise
 
 

@@ -14,32 +14,36 @@ kind: a folder that SMOE_RUNTIME_DIR names and that its owner opened to a group 
 give a file to a group that he is not in, so a stranger cannot make such a folder; and the places that are
 taken by default, which a stranger could foresee, must be one's own.
 
-Beside it, trifles that several parts share: the version, the state folder, sizes and lines for people.
+Beside it, trifles that several parts share: the version, the state folder, sizes, times and lines for people.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import grp
 import hashlib
+import importlib
 import os
 import socket
 import stat
 import struct
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from smoe_mp.errors import ConfigError, ControlError
 
 SOCKET_PATH_MAX = 103 if sys.platform == "darwin" else 107  # bytes in sockaddr_un.sun_path, less the NUL
 
 
+@functools.cache
 def version() -> str:
     """The version of the installed package, "unknown" where it is not installed."""
+    metadata: Any = importlib.import_module("importlib.metadata")  # which takes long, and few ask
     try:
-        return metadata.version("smoe-mp")
+        return str(metadata.version("smoe-mp"))
     except metadata.PackageNotFoundError:
         return "unknown"
 
@@ -197,6 +201,11 @@ def socket_path(name: str) -> Path:
     return path
 
 
+def events_path(control: Path) -> Path:
+    """The socket of the events, beside that of the commands."""
+    return control.with_suffix(".evt")
+
+
 def is_served(path: Path) -> bool:
     """Whether some process listens on the socket at `path`; a socket file alone proves nothing."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -233,6 +242,15 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if count == int(count) else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def human_duration(seconds: float) -> str:
+    """A time for people: "3.2 s", "5 min 20 s", "2 h 7 min"."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
 
 
 def printable(text: str) -> str:

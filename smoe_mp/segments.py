@@ -25,7 +25,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import posix_ipc
 
-from smoe_mp import _smoe, tables
+from smoe_mp import _smoe, stats, tables
 from smoe_mp._native import check, check_plain, ffi, lib, new_error, reason, text
 from smoe_mp.errors import (
     ConfigError,
@@ -332,7 +332,24 @@ class Segments:
 
     def counters(self) -> dict[str, int]:
         """Sums over all participants since the ring was made."""
-        return counters(self.ring, -1)
+        return stats.counters(self.ring, -1)
+
+    def figures(self) -> dict[str, Any]:
+        """Those of all participants since the ring was made, with `read_latency`, and of the clients that are
+        gone (`departed`): see `stats`."""
+        everybody = stats.tally(self.ring)
+        assert everybody is not None
+        return {
+            **stats.figures(everybody),
+            "read_latency": stats.latency(everybody.reads, everybody.counters["read_ns"]),
+            "departed": stats.figures(stats.former(self.ring)),
+        }
+
+    def clients(self) -> list[dict[str, Any]]:
+        """The participants that are clients, with their figures since they attached."""
+        rows = [p for p in self.participants() if p["role"] == "client"]
+        found = [(p, stats.tally(self.ring, p["id"], lib.SMOE_OF_PRESENT)) for p in rows]
+        return [{**p, **stats.figures(own)} for p, own in found if own is not None]
 
     def participants(self) -> list[dict[str, Any]]:
         """Who is registered: id, role, pid, alive (by the kernel's lock), label, what it reads or holds."""
@@ -422,6 +439,11 @@ class Segments:
         for index in np.flatnonzero(counts):
             lib.smoe_histogram_add(self.ring, int(index), int(counts[index]))
 
+    def set_counts(self, counts: Mapping[int, int]) -> None:
+        """Set experts' counts, by expert index."""
+        for index, count in counts.items():
+            lib.smoe_histogram_set(self.ring, index, count)
+
     def named(self) -> bool:
         """Whether the ring's name still leads to it: somebody may have deleted the segment."""
         return _leads_to(segment_names(self.name)[0], self._inodes[0])
@@ -452,14 +474,6 @@ def read_histogram(ring: Any, n_experts: int) -> npt.NDArray[np.uint32]:
     counts = np.zeros(n_experts, np.uint32)
     lib.smoe_histogram_read(ring, ffi.cast("uint32_t *", ffi.from_buffer(counts)), n_experts)
     return counts
-
-
-def counters(ring: Any, participant: int) -> dict[str, int]:
-    """All counters of one participant, or (-1) the sums."""
-    out: dict[str, int] = {}
-    while pointer := lib.smoe_counter_name(len(out)):
-        out[text(pointer)] = int(lib.smoe_counter_value(ring, len(out), participant))
-    return out
 
 
 def participants(ring: Any) -> list[dict[str, Any]]:
@@ -646,13 +660,14 @@ def create(
     wanted.geometry(slots or 1)  # refuses impossible numbers before anything is touched
     replaced = ""
     for _ in range(3):
-        try:
-            return _make(wanted, size or (lambda: slots), replaced)
-        except posix_ipc.ExistentialError:
-            found = _adopt(wanted, slots)
-            if isinstance(found, Segments):
-                return found
-            replaced = found
+        with contextlib.suppress(NoSuchRing):  # somebody else removed it between two looks
+            try:
+                return _make(wanted, size or (lambda: slots), replaced)
+            except posix_ipc.ExistentialError:
+                found = _adopt(wanted, slots)
+                if isinstance(found, Segments):
+                    return found
+                replaced = found
     raise RingExists(f"ring {name} (shared memory {segment_names(name)[0]}): somebody else is making it")
 
 

@@ -12,13 +12,16 @@ socket goes last.  Every wait in it is bounded.
 A file of the source that changes while it is served ends the serving but not the system (`identity`): the
 ring is STALE from then on, which every client is told, and stays so until it is stopped.
 
+A ring that is drained is one that stops, as its workers and clients see it, but for its supervisor, which may
+have it live again.
+
 A death while serving ends nothing.  Whoever died, the sweep of csrc/recover.c clears what it left; children
 are started again by their `Pool`.  Once a second all locks are looked at, not only the children's: clients
 die too, and so do workers that an earlier supervisor left.
 
 The control plane is none of the supervisor's business: whoever runs it hands in a function that opens one
-on this `Supervisor`, and the loop calls it when something is there to read.  `identity`, `status` and
-`request_stop` answer it with plain data.
+on this `Supervisor`, and the loop calls it when something is there to read, and at its turns.  The methods
+under "what the control plane asks" answer it with plain data; `events` tells it what happens.
 """
 
 from __future__ import annotations
@@ -30,19 +33,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import zmq
 
 from smoe_mp import histogram, segments
 from smoe_mp._native import CHANGES
+from smoe_mp.checking import Checking
 from smoe_mp.config import LoadedConfig
-from smoe_mp.errors import ConfigError, SmoeError
+from smoe_mp.errors import ConfigError, IdError, SmoeError
 from smoe_mp.fit import fit
 from smoe_mp.identity import Change, Watch
+from smoe_mp.listener import Listener
 from smoe_mp.notify import Notify
 from smoe_mp.pool import RETRY_S, Pool
 from smoe_mp.process import (
@@ -55,8 +61,10 @@ from smoe_mp.process import (
     end_all,
     reap_orphans,
 )
+from smoe_mp.remote import Demand, Remote
 from smoe_mp.runtime import group_id, human_bytes, version
 from smoe_mp.sources import Source, open_source
+from smoe_mp.stats import KINDS
 
 READY_S = 60.0  # for all workers to register and open the files
 GRACE_S = 10.0  # for reads to finish when the ring stops
@@ -69,12 +77,25 @@ WARNINGS_MAX = 100  # kept for status
 log = logging.getLogger(__name__)
 
 
-class Control(Protocol):
-    """A control plane, as the loop sees it."""
+class Events(Protocol):
+    """Where events go, as the supervisor sees it."""
 
     @property
     def pollable(self) -> zmq.Socket[bytes]: ...
     def handle(self) -> None: ...
+    def wanted(self, event: str) -> bool: ...
+    def publish(self, event: str, data: Mapping[str, Any]) -> None: ...
+
+
+class Control(Protocol):
+    """A control plane, as the loop sees it; `tick` returns after how many seconds to call it again."""
+
+    @property
+    def events(self) -> Events | None: ...
+    @property
+    def pollable(self) -> zmq.Socket[bytes]: ...
+    def handle(self) -> None: ...
+    def tick(self) -> float: ...
     def close(self) -> None: ...
 
 
@@ -109,6 +130,8 @@ class Supervisor:
         self._prewarm = Pool(
             (0,), start=self._start_prewarm, usable=self._prewarm_usable, on_death=self._prewarm_died
         )
+        self._metrics = Pool((0,), start=self._start_metrics, usable=lambda _: True, on_death=self._warn)
+        self._listener: Listener | None = None
         self._watch: WatchPipe
         self._histogram: Path | None = None
         self._keep_ring = self._was_live = False
@@ -119,6 +142,7 @@ class Supervisor:
         self._fingerprint = b""
         self._modes: list[str] = []
         self._files: Watch
+        self._drained_workers = 0
         self._failed_reads = 0
         self._look_soon = False
         self._away: dict[int, str] = {}  # files that cannot be looked up, by number
@@ -131,6 +155,9 @@ class Supervisor:
         self._source: Source
         self._segments: segments.Segments
         self._control: Control | None = None
+        self._remote = Remote(self._config.name)
+        self._checking: Checking
+        self._told: dict[str, object] = {}  # by event: what was told last
 
     def run(
         self, open_control: Callable[[Supervisor], Control], on_ready: Callable[[], None] | None = None
@@ -153,9 +180,13 @@ class Supervisor:
             self._open_vault()
             self._probe_files()
             self._create_ring(undo)
+            self._listen(undo)
             self._start_children(undo)
             self._control = open_control(self)
+            undo.callback(self._remote.close)
             self._loop.add(self._control.pollable, self._control.handle)
+            if self._control.events is not None:
+                self._loop.add(self._control.events.pollable, self._control.events.handle)
             self._check_interrupted()
             self._state, self._was_live = "live", True
             self._say(f'ready: attach with smoe_mp.attach("{self._config.name}")')
@@ -179,13 +210,13 @@ class Supervisor:
         self._stop_reason = self._stop_reason or "asked to by the control plane"
         return {"name": self._config.name, "pid": os.getpid(), **self._figures()}
 
-    def status(self) -> dict[str, Any]:
-        """All there is to know, as plain data."""
+    def status(self, memory: bool = True) -> dict[str, Any]:
+        """All there is to know, as plain data; without `memory` what is known at once."""
         ring, source = self._segments, self._source
-        participants = ring.participants()
         return {
             **self.identity(),
             **self._figures(),
+            **ring.figures(),
             "vault": {
                 "path": str(source.path),
                 "format": source.format,
@@ -201,16 +232,18 @@ class Supervisor:
                 "data_bytes": ring.data_bytes,
                 "pages": ring.pages,
                 "locked_bytes": ring.locked_bytes,
-                "resident_bytes": ring.resident_bytes(),
+                "resident_bytes": ring.resident_bytes() if memory else None,
                 "wasted_bytes": ring.wasted_bytes,
                 "census": ring.census(),
             },
             "health": self._health(),
-            "workers": self._worker_rows(participants),
+            "workers": self._worker_rows(ring.participants()),
             "prewarm": self._prewarm_status(),
-            "clients": [p for p in participants if p["role"] == "client"],
+            "metrics": self._listener and {"url": self._listener.url, "state": self._metrics.state},
+            "clients": ring.clients(),
             "config": self._loaded.effective(),
             "warnings": self._warnings,
+            "verify": self._checking.status(),
         }
 
     def _worker_rows(self, participants: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -234,6 +267,8 @@ class Supervisor:
 
     def set_workers(self, count: int) -> dict[str, Any]:
         """Have `count` workers from now on."""
+        if self._state == "drained":
+            raise ConfigError(f"ring {self._config.name} is drained and has no workers: resume it first")
         before = self._workers.target
         self._workers.set_target(count)
         self._workers.tick()
@@ -250,6 +285,83 @@ class Supervisor:
             self._segments.prewarm_set("trickle_us", trickle_ms * 1000)
         return self._prewarm_status()
 
+    def demand(self, pairs: list[tuple[int, int]]) -> Demand:
+        """Have experts read; asked by turns."""
+        return self._remote.demand(pairs)
+
+    def speculate(self, pairs: list[tuple[int, int]]) -> dict[str, Any]:
+        """Guess experts."""
+        return {"queued": self._remote.speculate(pairs)}
+
+    def busy(self, lease_ms: int) -> dict[str, Any]:
+        """Raise the control plane's busy flag for a time, or (0) lower it."""
+        self._remote.busy(lease_ms)
+        return {"busy_clients": self._segments.busy_clients(), "lease_ms": self._remote.lease_ms()}
+
+    def histogram(
+        self, action: str, given: Sequence[tuple[int, int, int]], first: int, most: int
+    ) -> dict[str, Any]:
+        """The popularity; "save", "set" and "reset" do that before.  Raises HistogramError where the file
+        cannot be written, IdError for an expert that there is not."""
+        ring, file = self._segments, self._histogram
+        if action == "reset":
+            ring.set_counts(dict.fromkeys(range(len(ring.pairs)), 0))
+        elif action == "set":
+            at = {pair: index for index, pair in enumerate(ring.pairs)}
+            for layer, expert, _ in given:
+                if (layer, expert) not in at:
+                    raise IdError(f"ring {ring.name}: there is no expert {expert} in layer {layer}")
+            ring.set_counts({at[layer, expert]: count for layer, expert, count in given})
+        counts = ring.histogram()
+        if action == "save" and file is not None:
+            histogram.save(file, self._fingerprint, ring.pairs, counts)
+        order = histogram.Histogram(counts).order()[first : first + most]
+        return {
+            "experts": len(counts),
+            "counted": int(np.count_nonzero(counts)),
+            "total": int(counts.sum(dtype=np.uint64)),
+            "path": str(file or ""),
+            "fingerprint": self._fingerprint.hex(),
+            "most_popular": [(*ring.pairs[i], int(counts[i])) for i in order],
+        }
+
+    def verify(self, action: str) -> dict[str, Any]:
+        """Start or stop a check of the files; how far it is."""
+        if action == "start":
+            self._checking.start()
+        elif action == "stop":
+            self._checking.stop()
+        return self._checking.status()
+
+    def drain(self, resume: bool) -> _Drain:
+        """Serve no more demand, or again."""
+        if self._stale or self._stop_reason:
+            raise SmoeError(f"ring {self._config.name}: {self._health()}")
+        if resume and self._state == "drained":
+            self._segments.set_state("live")
+            self._state = "live"
+            self._workers.set_target(self._drained_workers)
+            self._workers.tick()
+            if self._config.prewarm.enabled:
+                self._prewarm.set_target(1)
+                self._prewarm.tick()
+            self._say(f"resumed: {self._workers.target} workers")
+        elif not resume and self._state != "drained":
+            self._drained_workers = self._workers.target
+            self._segments.set_state("stopping")
+            self._state = "drained"
+            self._workers.let_end()
+            self._prewarm.set_target(0)
+            self._checking.stop()
+            self._say("drained: no new demand; reads that are under way finish")
+        self._tell_state()
+        return _Drain(self, self._segments)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether reads of a drained ring have not finished yet."""
+        return self._state == "drained" and self._workers.alive > 0
+
     def _summary(self) -> str:
         """A line for a service manager."""
         ring, health = self._segments, self._said_health
@@ -259,6 +371,8 @@ class Supervisor:
         """ "ok", or what is wrong, for people."""
         if self._stale:
             return f"stale: {self._stale}; nothing is served until the system is stopped and started anew"
+        if self._state == "drained":
+            return "drained: demand is refused until it is resumed"
         if self._workers.failing:
             alive = self._workers.alive
             return f"failing: workers keep dying, {alive} live; the next try is at most {RETRY_S:.0f} s away"
@@ -284,7 +398,7 @@ class Supervisor:
 
     def _figures(self) -> dict[str, Any]:
         counters = self._segments.counters()
-        asked = sum(counters[name] for name in ("hits", "joins", "promoted", "misses"))
+        asked = sum(counters[name] for name in KINDS)
         return {
             "uptime_s": round(time.monotonic() - self._started, 3),
             "counters": counters,
@@ -292,6 +406,12 @@ class Supervisor:
         }
 
     # --- the steps of a start ----------------------------------------------------------------------------
+
+    def _listen(self, undo: ExitStack) -> None:
+        if address := self._config.metrics.listen:
+            self._listener = Listener(address)
+            undo.callback(self._listener.close)
+            self._say(f"metrics: {self._listener.url}")
 
     def _open_vault(self) -> None:
         self._source = source = open_source(self._loaded.vault_path)
@@ -441,6 +561,8 @@ class Supervisor:
             self._segments.prewarm_set(word, 0)
         self._watch = WatchPipe()
         undo.callback(self._watch.close)
+        args = ["--source", str(self._source.path), "--fingerprint", self._fingerprint.hex()]
+        self._checking = Checking([*self._ring_args(), *args], self._watch, self._loop, self._warn)
         undo.callback(self._end_children)
         undo.callback(self._end_demand)
         self._await_workers()
@@ -448,6 +570,9 @@ class Supervisor:
         if self._config.prewarm.enabled:
             self._prewarm.set_target(1)
             self._prewarm.tick()
+        if self._listener is not None:
+            self._metrics.set_target(1)
+            self._metrics.tick()
 
     def _await_workers(self) -> None:
         """Start all workers.  One that dies now would die again: the start has failed."""
@@ -480,6 +605,13 @@ class Supervisor:
         argv += ["--histogram", str(self._histogram), "--fingerprint", self._fingerprint.hex()]
         return Child("prewarm", argv, self._watch, self._loop, self._child_said("prewarm"))
 
+    def _start_metrics(self, number: int) -> Child:
+        assert self._listener is not None
+        argv = [sys.executable, "-m", "smoe_mp.metrics", *self._ring_args()]
+        argv += ["--listen-fd", str(self._listener.fd)]
+        fds, said = [self._listener.fd], self._child_said("metrics")
+        return Child("metrics", argv, self._watch, self._loop, said, fds=fds)
+
     def _ring_args(self) -> list[str]:
         return ["--name", self._segments.name, "--creation", self._segments.creation_hex]
 
@@ -498,7 +630,13 @@ class Supervisor:
         swept = time.monotonic()
         self._files = Watch(self._source, self._config.vault.check_s)
         while not self._stop_reason:
-            due_s = min(self._workers.tick(), self._prewarm.tick(), self._notify.ping(), SWEEP_S)
+            due_s = min(
+                self._workers.tick(), self._prewarm.tick(), self._metrics.tick(), self._notify.ping(), SWEEP_S
+            )
+            self._checking.tick()
+            self._remote.tick()
+            if self._control is not None:
+                due_s = min(due_s, self._control.tick())
             self._loop.turn(due_s)
             if time.monotonic() - swept >= SWEEP_S:
                 swept = time.monotonic()
@@ -510,6 +648,7 @@ class Supervisor:
         if self._state == "starting":
             raise SmoeError(epitaph)
         self._warn(epitaph)
+        self._emit("worker", {"text": epitaph, "alive": self._workers.alive})
         self._look_soon = True  # it may have found another file where its own was
         self._recover()
         if self._workers.failing:
@@ -523,7 +662,7 @@ class Supervisor:
 
     def _give_up_unserved(self) -> None:
         """With no worker left nobody would read what is queued; its waiters are told."""
-        if self._workers.failing and not self._workers.alive:
+        if (self._workers.failing or self._state == "drained") and not self._workers.alive:
             self._segments.give_up_queued()
 
     def _recover(self) -> None:
@@ -538,6 +677,7 @@ class Supervisor:
         self._recover()
         self._give_up_unserved()
         self._check_files()
+        self._tell()
         for number, file in enumerate(self._segments.files()):
             if file["mode"] != self._modes[number]:
                 self._modes[number] = file["mode"]
@@ -588,6 +728,7 @@ class Supervisor:
         text = f"{change.text}; nothing is served any more: stop this system and start it anew"
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]
         self._say(text, logging.ERROR)
+        self._emit("error", {"text": text})
 
     def _on_parent_end(self) -> None:
         if self._parent_watch is not None:
@@ -608,9 +749,11 @@ class Supervisor:
 
     def _end_children(self) -> None:
         self._state = "stopping"
-        for child in self._prewarm.all:
+        self._tell_state()
+        helpers = [*self._prewarm.all, *self._metrics.all, *self._checking.children]
+        for child in helpers:
             child.send(signal.SIGTERM)
-        children = [*self._workers.all, *self._prewarm.all]
+        children = [*self._workers.all, *helpers]
         for child in end_all(children, self._loop, GRACE_S, TERM_S, KILL_S):
             self._say(f"{child.label} (pid {child.pid}) cannot be ended: its read hangs", logging.WARNING)
         for child in children:
@@ -619,7 +762,40 @@ class Supervisor:
     def _close_control(self) -> None:
         if self._control is not None:
             self._loop.remove(self._control.pollable)
+            if self._control.events is not None:
+                self._loop.remove(self._control.events.pollable)
             self._control.close()
+
+    # --- events --------------------------------------------------------------------------------------------
+
+    def _emit(self, event: str, data: Mapping[str, Any]) -> None:
+        if self._control is not None and self._control.events is not None:
+            self._control.events.publish(event, data)
+
+    def _emit_changed(self, event: str, data: Mapping[str, Any]) -> None:
+        """Emit it, if it is not what was told last."""
+        if self._told.get(event) != data:
+            self._told[event] = data
+            self._emit(event, data)
+
+    def _tell_state(self) -> None:
+        self._emit_changed("state", {"state": self._state, "health": self._health()})
+
+    def _tell(self) -> None:
+        """Once a second: what has changed, and the figures if somebody wants them."""
+        events = self._control.events if self._control is not None else None
+        if events is None:
+            return
+        self._tell_state()
+        if events.wanted("prewarm"):
+            status = self._prewarm_status()
+            self._emit_changed("prewarm", {key: status[key] for key in ("state", "done", "goal")})
+        if events.wanted("verify"):
+            found = self._checking.status()
+            self._emit_changed("verify", {**found, "bad": len(found["bad"])})
+        if events.wanted("stats"):
+            queues, census = self._segments.queues(), self._segments.census()
+            self._emit("stats", {**self._figures(), "queues": queues, "census": census})
 
     def _say(self, text: str, level: int = logging.INFO, **fields: object) -> None:
         """A line of the log; `fields` are its own in JSON."""
@@ -630,3 +806,22 @@ class Supervisor:
     def _warn(self, text: str, **fields: object) -> None:
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]  # for months, not for ever
         self._say(text, logging.WARNING, **fields)
+        self._emit("warning", {"text": text})
+
+
+class _Drain:
+    """A drain under way: done when the last worker has finished its reads."""
+
+    def __init__(self, supervisor: Supervisor, ring: segments.Segments) -> None:
+        self._supervisor, self._ring = supervisor, ring
+        self._before = ring.counters()["reads"]
+
+    def poll(self) -> dict[str, Any] | None:
+        """The fields of `DrainResult`, when it is done."""
+        if self._supervisor.under_way:
+            return None
+        state = self._supervisor.identity()["state"]
+        return {"state": state, "reads": self._ring.counters()["reads"] - self._before}
+
+    def cancel(self) -> None:
+        """It goes on, nobody waits for it."""

@@ -37,10 +37,13 @@ class Text(Protocol):
 
 
 class Bytes:
-    """Tokens that are the bytes of UTF-8."""
+    """Tokens that are the bytes of UTF-8, behind the token that begins a sequence, if there is one."""
+
+    def __init__(self, begin: int | None = None) -> None:
+        self._begin = [] if begin is None else [begin]
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return [*self._begin, *text.encode()]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")

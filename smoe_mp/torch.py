@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from smoe_mp import dequant
+from smoe_mp import dequant, torch_blocks
 from smoe_mp.errors import RingError
 from smoe_mp.ring import Expert, TensorInfo
 from smoe_mp.sources.dtypes import BITS
@@ -71,25 +71,62 @@ def tensors(expert: Expert, *, copy: bool = False) -> dict[str, torch.Tensor]:
 
 
 def dequantize(
-    expert: Expert, name: str, dtype: torch.dtype = torch.float32, *, threads: int = 1
+    expert: Expert,
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    threads: int = 1,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """The tensor `name` as numbers of `dtype` (float32, float16 or bfloat16) and its logical shape.
 
     A new tensor, but for a floating-point tensor that is of this dtype already: that is a view.  Block types
     go through `smoe_mp.dequant`, float8 through the scales that go with it; either is the float32 result,
-    rounded once.  `threads`: for block types, 1 to 64.
+    rounded once.  `threads`: for block types, 1 to 64.  `device`: another than the CPU gets the bytes as they
+    are, where torch operations can make them numbers there (`smoe_mp.torch_blocks`), else the numbers.
 
     RingError, with the tensor and its type, for what cannot be made floating-point numbers.
     """
     info = _info(expert, name)
     if dtype not in _TARGETS:
         raise ValueError(f"dtype {dtype}: wanted is one of {', '.join(map(str, _TARGETS))}")
+    if (device := torch.device(device)).type != "cpu":
+        return _dequantize_there(expert, info, dtype, threads, device)
     if info.dtype in _FLOATS:
         return tensor(expert, name).to(dtype)
     if info.dtype in FLOAT8 or info.dtype in BITS:
         return _scaled(expert, info, dtype, threads)
-    scales = _info(expert, f"{name}.scales") if info.dtype.startswith("SMOE_") else None
-    return decode(expert, info, dtype, scales=scales, threads=threads)
+    return decode(expert, info, dtype, scales=_scales_apart(expert, info), threads=threads)
+
+
+def _dequantize_there(
+    expert: Expert, info: TensorInfo, dtype: torch.dtype, threads: int, device: torch.device
+) -> torch.Tensor:
+    """`dequantize` for another device."""
+    if info.dtype in _FLOATS:
+        return tensor(expert, info.name).to(device).to(dtype)
+    apart = _scales_apart(expert, info)
+    if (info.dtype, apart is not None) not in torch_blocks.TYPES:
+        return dequantize(expert, info.name, dtype, threads=threads).to(device)
+    scales = None if apart is None else _bytes(expert, apart).to(device)
+    return torch_blocks.dequantize_blocks(
+        info.dtype, _bytes(expert, info).to(device), info.shape, dtype, scales=scales
+    )
+
+
+def _bytes(expert: Expert, info: TensorInfo) -> torch.Tensor:
+    """The tensor's bytes, flat, over the ring."""
+    return torch.frombuffer(_memory(expert, info), dtype=torch.uint8)
+
+
+def _scales_apart(expert: Expert, info: TensorInfo) -> TensorInfo | None:
+    """The scales that `smoe_mp.dequant` takes beside the tensor, if there are such."""
+    if info.dtype.startswith("SMOE_"):
+        return _info(expert, f"{info.name}.scales")
+    found = (expert.tensors.get(info.name + end) for end in SCALE_SUFFIXES)
+    scales = next((s for s in found if s is not None), None)
+    tiled = scales is not None and scales.dtype == "F32" and "block=128x128" in scales.tag.split(",")
+    return scales if tiled else None
 
 
 def over(expert: Expert, info: TensorInfo) -> torch.Tensor:
@@ -106,11 +143,8 @@ def over(expert: Expert, info: TensorInfo) -> torch.Tensor:
 
 def _scaled(expert: Expert, info: TensorInfo, dtype: torch.dtype, threads: int) -> torch.Tensor:
     """Float8 with scales: in C where each is for 128 x 128 weights, else by numpy."""
-    found = (expert.tensors.get(info.name + end) for end in SCALE_SUFFIXES)
-    scales = next((s for s in found if s is not None), None)
-    if scales is None or scales.dtype != "F32" or "block=128x128" not in scales.tag.split(","):
-        return torch.from_numpy(expert.dequantize(info.name)).to(dtype)
-    if (info.dtype, True) not in dequant.TYPES:
+    scales = _scales_apart(expert, info)
+    if scales is None or (info.dtype, True) not in dequant.TYPES:
         return torch.from_numpy(expert.dequantize(info.name)).to(dtype)
     return decode(expert, info, dtype, scales=scales, threads=threads)
 

@@ -19,6 +19,8 @@ import csv
 import gzip
 import io
 import json
+import signal
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -146,6 +148,7 @@ class Recorder:
         self._room = ffi.new("uint64_t[]", _ROOM)
         self._position, self._lost = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         self.records_cells = 0
+        self._unfinished = (-1, 0.0)  # where a record is not whole, and when that was seen first
 
     def __enter__(self) -> Self:
         out, error = ffi.new("smoe_ring **"), new_error()
@@ -155,7 +158,6 @@ class Recorder:
         check(code, error, self._name)
         self._ring = out[0]
         self._position[0] = check_plain(lib.smoe_trace_record(self._ring, 1), self._name)
-        self._progress = time.monotonic()
         return self
 
     def __exit__(
@@ -177,18 +179,22 @@ class Recorder:
 
     def poll(self) -> int:
         """Take what there is; how many cells of the log that was."""
-        stuck = time.monotonic() - self._progress > self.GRACE_S
-        got = lib.smoe_trace_read(self._ring, stuck, self._position, self._lost, self._room, _ROOM)
+        got = self._read(pass_over=False)
+        if got or lib.smoe_trace_head(self._ring) == self._position[0]:
+            self._unfinished = (-1, 0.0)
+        elif self._unfinished[0] != self._position[0]:  # seen for the first time
+            self._unfinished = (int(self._position[0]), time.monotonic())
+        elif time.monotonic() - self._unfinished[1] > self.GRACE_S:
+            got = self._read(pass_over=True)
+        return got
+
+    def _read(self, *, pass_over: bool) -> int:
+        got = lib.smoe_trace_read(self._ring, pass_over, self._position, self._lost, self._room, _ROOM)
         check_plain(got, self._name)
         if got:
             self._cells.append(np.frombuffer(ffi.buffer(self._room, got * 8), np.uint64).copy())
             self.records_cells += got
-        if got or stuck or self._at_head():
-            self._progress = time.monotonic()
         return int(got)
-
-    def _at_head(self) -> bool:
-        return bool(lib.smoe_trace_head(self._ring) == self._position[0])
 
     def _drain_to(self, end: int) -> None:
         """Up to the position `end`, behind which nothing is written any more."""
@@ -485,15 +491,21 @@ class _Token(msgspec.Struct):
 
 
 def record(name: str, path: Path, seconds: float, say: Callable[[str], None]) -> Trace:
-    """Record the ring `name` for `seconds` (0: until Ctrl-C), or until it ends, and write `path`."""
+    """Record the ring `name` for `seconds` (0: until Ctrl-C), or until it ends, and write `path`.
+
+    For the main thread, which alone can take signals: Ctrl-C ends it between two polls, so that it costs none
+    of what one has taken out of the log.
+    """
     end = time.monotonic() + seconds if seconds else float("inf")
+    stopped = threading.Event()
     with Recorder(name) as recorder:
-        say(f"recording {name}: Ctrl-C ends it")
+        before = signal.signal(signal.SIGINT, lambda number, frame: stopped.set())
         try:
-            while recorder.alive and time.monotonic() < end:
+            say(f"recording {name}: Ctrl-C ends it")
+            while recorder.alive and not stopped.is_set() and time.monotonic() < end:
                 recorder.poll()
                 time.sleep(0.01)
-        except KeyboardInterrupt:
-            pass
+        finally:
+            signal.signal(signal.SIGINT, before)
     write_trace(recorder.trace, path)
     return recorder.trace

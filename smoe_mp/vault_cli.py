@@ -11,6 +11,7 @@ import typer
 
 from smoe_mp import pack as packing
 from smoe_mp import verify as verifying
+from smoe_mp.control_cli import verify_live
 from smoe_mp.errors import ConfigError
 from smoe_mp.runtime import human_bytes
 from smoe_mp.sources import open_source
@@ -85,10 +86,20 @@ def _rate(count: int, seconds: float) -> str:
 
 
 def verify(
-    vault: Annotated[Path, typer.Argument(metavar="VAULT", help="A model file or folder.")],
+    vault: Annotated[
+        Path | None, typer.Argument(metavar="VAULT", help="A model file or folder.", show_default=False)
+    ] = None,
     *,
+    ring: Annotated[
+        str,
+        typer.Option("--ring", metavar="NAME", help="The model of this running system, between its demands."),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
+    if (vault is None) == (not ring):
+        raise ConfigError("verify takes a VAULT, or --ring and the name of a running system: one of them")
+    if vault is None:
+        raise typer.Exit(verify_live(ring, as_json))
     report = verifying.verify(open_source(vault), shown=not as_json)
     if as_json:
         print(json.dumps(dataclasses.asdict(report), indent=2))

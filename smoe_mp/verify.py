@@ -14,7 +14,7 @@ and an expert with a NaN scale computes NaN.  A bad expert stops nothing; all ar
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,8 +73,18 @@ class Report:
     bad: list[BadExpert] = field(default_factory=list)
 
 
-def verify(source: Source, *, shown: bool = True, threads: int = 0) -> Report:
+def verify(
+    source: Source,
+    *,
+    shown: bool = True,
+    threads: int = 0,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[int, Sequence[BadExpert]], None] = lambda index, bad: None,
+) -> Report:
     """Read and check every expert of `source`; a progress bar on stderr if `shown` and that is a terminal.
+
+    `before` is called before each read, by the thread that reads; `after` with each expert's index in the
+    source's table and what is wrong with it, by the caller's thread.
 
     Raises VaultError where a file cannot be opened, or changes meanwhile; what is wrong with an expert is in
     the report.
@@ -95,8 +105,13 @@ def verify(source: Source, *, shown: bool = True, threads: int = 0) -> Report:
             report.checked += source.experts[index].crc32c != 0
             report.bad += bad
             advance(sizes[index])
+            after(index, bad)
 
-        run_all(len(sizes), check.expert, note, threads or max(MIN_THREADS, cores()))
+        def look(index: int) -> tuple[int, list[BadExpert]]:
+            before()
+            return check.expert(index)
+
+        run_all(len(sizes), look, note, threads or max(MIN_THREADS, cores()))
         reader.check_unchanged()
     report.seconds = time.monotonic() - began
     report.bad.sort(key=lambda b: (b.layer, b.expert))

@@ -1,11 +1,30 @@
-"""What all tests share: the folder ../shared, and made-up sources of experts."""
+"""What all tests share: the folder ../shared, made-up sources of experts, and what their children inherit."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from support import SHARED, StampedSource, stamped_source
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What children inherit: signals that they may be sent, and a place for bytecode."""
+    _take_signals()
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", "") and config.cache is not None:
+        # The children are many, and each would compile all that it imports.
+        os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
+
+
+def _take_signals() -> None:
+    """A shell's background job ignores SIGINT, and one under nohup SIGHUP; so would their children, to whom
+    tests send both.  What is caught here is the default in a child."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture

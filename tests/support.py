@@ -34,7 +34,7 @@ from smoe_mp.sources.base import Expert, Extent, ModelFacts, SourceFile, Tensor
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 SHM = Path("/dev/shm")
-LIMIT_S = 60  # a bound for what always happens, so that a fault ends the test
+LIMIT_S = 150  # a bound for what always happens, so that a fault ends the test; longer than a machine stands
 PAGE = 4096
 _numbers = itertools.count()
 
@@ -54,7 +54,39 @@ def until(condition: Callable[[], bool], what: str = "", limit_s: float = LIMIT_
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what or condition}"
-        time.sleep(0.001)
+        time.sleep(0.002)
+
+
+# --- other processes ------------------------------------------------------------------------------------
+
+
+def state_of(pid: int) -> str:
+    """A process's state by /proc: "S", "T", "Z", ...; "X" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "X"
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until the process has stopped: until then it may do some more."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state_of(pid) == "T", "a stop")
+
+
+def in_futex_sleep(pid: int) -> bool:
+    """Whether the process's first thread sleeps in a futex, or was stopped there.  A worker does so for want
+    of work only, and has then popped nothing that it has not served."""
+    try:
+        call = Path(f"/proc/{pid}/task/{pid}/syscall").read_text().split()
+    except OSError:
+        return False
+    futex, restarted = _SLEEPS.get(os.uname().machine, ("", ""))
+    return call[0] == restarted or (call[0] == futex and int(call[2], 16) & 127 in _FUTEX_WAITS)
+
+
+_SLEEPS = {"x86_64": ("202", "219"), "aarch64": ("98", "128")}  # futex; restart_syscall, behind a stop
+_FUTEX_WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; waking others is the same call
 
 
 # --- sources ------------------------------------------------------------------------------------------
@@ -210,28 +242,24 @@ class Worker:
         os.close(self._ready_fd)
         assert ready == b"r", f"worker ended: {self.process.wait(LIMIT_S)}"
 
-    def _asleep(self) -> bool:
-        """Whether it is stopped, and was stopped in its futex sleep (the only state with nothing popped)."""
-        proc = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
-        state = (proc / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        return state == "T" and (proc / "syscall").read_text().split()[0] == str(_FUTEX)
-
     def stop(self) -> None:
         """SIGSTOP it while it sleeps for want of work: not between its look at one queue and the other."""
-        for _ in range(1000):
-            self.process.send_signal(signal.SIGSTOP)
-            os.waitpid(self.process.pid, os.WUNTRACED)
-            if self._asleep():
-                return
-            self.process.send_signal(signal.SIGCONT)
-            time.sleep(0.002)
-        raise AssertionError("the worker never sleeps")
+
+        def stopped_asleep() -> bool:
+            stop(self.process.pid)
+            if in_futex_sleep(self.process.pid):
+                return True
+            self.go_on()
+            return False
+
+        until(stopped_asleep, "a worker asleep")
+
+    def asleep(self) -> bool:
+        """Whether it sleeps for want of work."""
+        return state_of(self.process.pid) == "S" and in_futex_sleep(self.process.pid)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
-
-
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine, -1)
 
 
 class Served:
@@ -255,6 +283,11 @@ class Served:
     def queues_are_empty(self) -> bool:
         return self.segments.queues() == {"demand": 0, "speculative": 0}
 
+    def settle(self) -> None:
+        """Wait until the workers have nothing left to do, so that no counter changes any more: a waiter whose
+        read is late queues it once more, and the second entry is popped after the read."""
+        until(lambda: self.queues_are_empty() and all(w.asleep() for w in self.workers), "workers asleep")
+
     def assert_quiet(self) -> None:
         """Invariants 4 and 7: nobody holds anything, nothing is under way, every slot has a state."""
         until(lambda: not (self.census()["queued"] or self.census()["reading"]), "an end of all reads")
@@ -266,6 +299,7 @@ class Served:
 @contextlib.contextmanager
 def serve(source: Any, *, slots: int, workers: int = 1, name: str = "", **settings: Any) -> Iterator[Served]:
     """A ring of `source` with real workers; at the end it is stopped in order and nothing may be left."""
+    settings.setdefault("read_deadline_ms", LIMIT_S * 1000)
     served = Served(segments.create(name or ring_name(), source, slots=slots, **settings), source)
     watch_read, watch_write = os.pipe()
     try:
@@ -357,14 +391,30 @@ def _client(name: str) -> None:
     """`Client`'s other half."""
     ring = smoe_mp.attach(name)
     batches: list[smoe_mp.Batch] = []
+    phase = contextlib.ExitStack()
     _say({"id": ring.client_id})
     for line in sys.stdin:
         order = json.loads(line)
         try:
             match order.pop("op"):
+                case "phase":
+                    phase.close()
+                    phase.enter_context(ring.phase(**order))
+                    _say(True)
                 case "fetch":
                     batches.append(ring.fetch(**order))
                     _say([checksum(x) for x in batches[-1]])
+                case "acquire":
+                    batches.append(ring.acquire(**order))
+                    _say(True)
+                case "wait":
+                    _say([checksum(x) for batch in batches for x in batch.wait()])
+                case "claim":
+                    batch = ring.claim_specific(**order)
+                    batches += [batch] if batch else []
+                    _say(batch is not None)
+                case "speculate":
+                    _say(ring.speculate(**order))
                 case "release":
                     for batch in batches:
                         batch.release()
@@ -387,6 +437,8 @@ def _stress(name: str, expected_path: str, rounds: str, seed: str) -> None:
     layers = sorted({layer for layer, _ in expected})
     rng = np.random.default_rng(int(seed))
     with smoe_mp.attach(name, f"stress {seed}") as ring:
+        print("there", flush=True)
+        sys.stdin.read()  # until all are
         for turn in range(int(rounds)):
             layer = int(rng.choice(layers))
             ids = [e for key, e in expected if key == layer]

@@ -1,40 +1,21 @@
-"""A small engine without torch: Qwen3-MoE in numpy (float32), its experts from a ring.
+"""A small engine without torch, to be read: Qwen3-MoE in numpy (float32), its experts from a ring.  What an
+engine has to do with a ring is in `experts` alone.
 
     python numpy_engine.py Qwen3-30B-A3B/ 785 3974 13      # token ids; prints the greedy ones that follow
-
-Meant to be read: what an engine has to do with a ring is in `experts` alone.
 """
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import smoe_mp
 from smoe_mp.launch import private_system
-
-DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-Array = np.ndarray[Any, np.dtype[np.float32]]
-
-
-def dense_weights(folder: Path) -> dict[str, Array]:
-    """All tensors of a safetensors folder that belong to no expert."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        raw = np.memmap(path, np.uint8, "r")
-        start = 8 + int(raw[:8].view("<u8")[0])
-        for name, entry in json.loads(raw[8:start].tobytes()).items():
-            if name != "__metadata__" and ".experts." not in name:
-                begin, end = (start + offset for offset in entry["data_offsets"])
-                flat = raw[begin:end].view(DTYPES[entry["dtype"]]).astype(np.float32)
-                found[name] = flat.reshape(entry["shape"])
-    return found
+from smoe_mp.sources.checkpoint import open_folder
+from smoe_mp.sources.dtypes import NUMPY
 
 
-def softmax(x: Array) -> Array:
+def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
@@ -43,57 +24,62 @@ class Engine:
     """One sequence of tokens, with its keys and values."""
 
     def __init__(self, folder: Path, ring: smoe_mp.Ring) -> None:
-        self.ring, self.w = ring, dense_weights(folder)
-        self.config = json.loads((folder / "config.json").read_text())
+        model = open_folder(folder)
+        self.config, self.ring = model.config, ring
         self.theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
-        self.cache: dict[int, tuple[Array, Array]] = {}
+        self.w: dict[str, np.ndarray] = {}  # all that belongs to no expert
+        for name, (file, tensor) in model.items():
+            if ".experts." not in name:
+                raw = np.fromfile(file.source.path, np.uint8, tensor.nbytes, offset=tensor.offset)
+                self.w[name] = raw.view(NUMPY[tensor.dtype]).reshape(tensor.shape).astype(np.float32)
+        nothing = np.empty((self.config["num_key_value_heads"], 0, self.config["head_dim"]), np.float32)
+        self.cache = [(nothing, nothing)] * self.config["num_hidden_layers"]
 
-    def forward(self, ids: list[int]) -> Array:
+    def forward(self, ids: list[int]) -> np.ndarray:
         """Take `ids` in behind what was there; returns the logits of the next token."""
-        past = self.cache[0][0].shape[1] if self.cache else 0
-        embedding = self.w["model.embed_tokens.weight"]
+        embedding, past = self.w["model.embed_tokens.weight"], self.cache[0][0].shape[1]
         x = embedding[ids]
-        for n in range(self.config["num_hidden_layers"]):
+        for n in range(len(self.cache)):
             x = x + self.attention(n, self.norm(x, f"model.layers.{n}.input_layernorm"), past)
             x = x + self.experts(n, self.norm(x, f"model.layers.{n}.post_attention_layernorm"))
         return self.norm(x[-1], "model.norm") @ self.w.get("lm_head.weight", embedding).T
 
-    def norm(self, x: Array, name: str) -> Array:
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
         mean = (x * x).mean(-1, keepdims=True)
         return x / np.sqrt(mean + self.config["rms_norm_eps"]) * self.w[f"{name}.weight"]
 
-    def attention(self, n: int, x: Array, past: int) -> Array:
+    def attention(self, n: int, x: np.ndarray, past: int) -> np.ndarray:
         name, size = f"model.layers.{n}.self_attn", self.config["head_dim"]
         w = [self.w[f"{name}.{what}_proj.weight"].T for what in "qkvo"]
         q, k, v = ((x @ w[i]).reshape(len(x), -1, size).swapaxes(0, 1) for i in range(3))
         q = self.rotate(self.norm(q, f"{name}.q_norm"), past)
         k = self.rotate(self.norm(k, f"{name}.k_norm"), past)
-        if n in self.cache:
-            k, v = (np.concatenate(pair, 1) for pair in zip(self.cache[n], (k, v), strict=True))
+        k, v = (np.concatenate(pair, 1) for pair in zip(self.cache[n], (k, v), strict=True))
         self.cache[n] = k, v
         k, v = (np.repeat(each, len(q) // len(each), 0) for each in (k, v))
         scores = q @ k.swapaxes(1, 2) / np.float32(np.sqrt(size))
         scores += np.triu(np.full(scores.shape[1:], -np.inf, np.float32), past + 1)
         return (softmax(scores) @ v).swapaxes(0, 1).reshape(len(x), -1) @ w[3]
 
-    def rotate(self, x: Array, past: int) -> Array:
+    def rotate(self, x: np.ndarray, past: int) -> np.ndarray:
         half = x.shape[-1] // 2
         angles = np.outer(np.arange(past, past + x.shape[1]), self.theta ** (-np.arange(half) / half))
         a, b, cos, sin = x[..., :half], x[..., half:], np.cos(angles), np.sin(angles)
         return np.concatenate((a * cos - b * sin, b * cos + a * sin), -1).astype(np.float32)
 
-    def experts(self, n: int, x: Array) -> Array:
+    def experts(self, n: int, x: np.ndarray) -> np.ndarray:
         """The router's choice, and the sum of what the chosen experts say, each taken as it lands."""
         shares = softmax(x @ self.w[f"model.layers.{n}.mlp.gate.weight"].T)
-        chosen = np.argsort(-shares, kind="stable")[:, : self.config["num_experts_per_tok"]]
-        picked = np.take_along_axis(shares, chosen, 1)
-        picked = picked / picked.sum(-1, keepdims=True) if self.config["norm_topk_prob"] else picked
+        least = np.sort(shares)[:, -self.config["num_experts_per_tok"], None]
+        shares[shares < least] = 0
+        if self.config["norm_topk_prob"]:
+            shares /= shares.sum(-1, keepdims=True)
         out = np.zeros_like(x)
-        for expert in self.ring.as_ready(n, np.unique(chosen)):
-            rows, ranks = np.nonzero(chosen == expert.expert)
+        for expert in self.ring.as_ready(n, np.flatnonzero(shares.any(0))):
+            rows = np.flatnonzero(shares[:, expert.expert])
             gate, up = (x[rows] @ expert.dequantize(what).T for what in ("gate", "up"))
             y = (gate / (1 + np.exp(-gate)) * up) @ expert.dequantize("down").T
-            out[rows] += y * picked[rows, ranks, None]
+            out[rows] += y * shares[rows, expert.expert, None]
         return out
 
 

@@ -12,6 +12,7 @@ Written for transformers 5.24; the classes are not part of its stable interface.
 """
 
 import argparse
+import contextlib
 from typing import Any
 
 from transformers.cli.serve import Serve
@@ -42,7 +43,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--slots", type=int, default=0, help="of the ring; 0: as memory allows")
     options = parser.parse_args(argv)
-    with private_system(options.model, slots=options.slots) as system:
+    # The server ends its requests at Ctrl-C, and then interrupts once more.
+    with (
+        private_system(options.model, slots=options.slots) as system,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         model_manager.ModelManager = manager_of(options.model, system.name)
         Serve(force_model=options.model, device="cpu", host=options.host, port=options.port)
 

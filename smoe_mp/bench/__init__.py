@@ -78,7 +78,8 @@ class Share:
 @dataclass
 class Report:
     """What a benchmark found.  `what` says what is measured, `settings` how it was run, `notes` what one
-    must know to read it."""
+    must know to read it.  `sheets`: by title, figures drawn as a table with a row a side, by side and column,
+    in place of the list of all figures."""
 
     bench: str
     what: str
@@ -87,6 +88,7 @@ class Report:
     shares: list[Share] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    sheets: dict[str, dict[str, dict[str, Figure]]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -123,7 +125,9 @@ class Report:
     def draw(self, console: Console) -> None:
         console.print(f"[bold]bench {self.bench}[/bold]: {escape(self.what)}", highlight=False)
         console.print(f"[dim]{escape(HOW)}[/dim]", highlight=False)
-        if self.figures:
+        for title, rows in self.sheets.items():
+            console.print(_sheet(title, rows))
+        if self.figures and not self.sheets:
             console.print(self._figure_table())
         if self.shares:
             console.print(self._share_table())
@@ -162,6 +166,23 @@ class Report:
                 *_drawn_goal(s.goal, s.verdict),
             )
         return table
+
+
+def _sheet(title: str, rows: dict[str, dict[str, Figure]]) -> Table:
+    """Medians, and the quartiles beneath them."""
+    units = {column: figure.unit for row in rows.values() for column, figure in row.items()}
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("side")
+    for column, unit in units.items():
+        table.add_column(f"{escape(column)}\n{unit}", justify="right")
+    for side, row in rows.items():
+        table.add_row(escape(side), *(_cell(row[column]) if column in row else "" for column in units))
+    return table
+
+
+def _cell(figure: Figure) -> str:
+    s = figure.summary
+    return f"{_number(s.median)}\n[dim]{_number(s.q1)} - {_number(s.q3)}[/dim]"
 
 
 def _goal(goal: Goal | None, found: Verdict | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|open|formats|dequant`."""
+"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from smoe_mp.bench import Progress, Report, dequant, formats, hit, idle, io, miss
+from smoe_mp.bench import Progress, Report, control, dequant, formats, hit, idle, io, machine, miss
 from smoe_mp.bench import open as opening
+from smoe_mp.bench import transformers as answers
+from smoe_mp.bench.randommoe import Shape
 from smoe_mp.errors import ConfigError
 
 app = typer.Typer(
@@ -67,6 +69,15 @@ def bench_miss(
     between = _numbers("--hits", hits, 0, 10**6) or miss.HITS
     with _bar() as progress:
         report = miss.run(progress, quick=quick, slots=sizes, hits=between)
+    _show(report, as_json)
+
+
+@app.command(
+    "control", help="A command over the socket beside shared memory.\n\nExample: smoe-mp bench control"
+)
+def bench_control(as_json: AsJson = False, quick: Quick = False) -> None:
+    with _bar() as progress:
+        report = control.run(progress, quick=quick)
     _show(report, as_json)
 
 
@@ -125,6 +136,50 @@ def bench_dequant(
     with _bar() as progress:
         report = dequant.run(progress, quick=quick, types=names)
     _show(report, as_json)
+
+
+@app.command(
+    "transformers",
+    help="Answers by transformers on streamed experts, over stock transformers and llama.cpp.\n\n"
+    "Example: smoe-mp bench transformers --rounds 5 --llama-python llama/bin/python",
+)
+def bench_transformers(
+    *,
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 3,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Layers; 12: 2.6 GB.")] = 12,
+    skew: Annotated[float, typer.Option("--skew", min=0, help="Of the experts' popularity.")] = 0.9,
+    limits: Annotated[
+        str, typer.Option("--limits", metavar="N,N", help="Of the cgroups, in percent of the model.")
+    ] = "",
+    rings: Annotated[
+        str, typer.Option("--rings", metavar="N,N", help="smoe-mp's, in percent of the experts.")
+    ] = "50,100",
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Of an answer.")] = 64,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="Of each side; 0: all cores.")] = 0,
+    llama: Annotated[
+        str, typer.Option("--llama-python", metavar="PATH", help="An interpreter with llama-cpp-python.")
+    ] = "",
+) -> None:
+    settings = answers.Settings(
+        shape=Shape(skew=skew, **({"layers": 4, "experts": 32} if quick else {"layers": layers})),
+        rounds=1 if quick else rounds,
+        limits=_shares("--limits", limits) or (answers.QUICK_LIMITS if quick else answers.LIMITS),
+        rings=_shares("--rings", rings) or answers.RINGS,
+        tokens=tokens,
+        threads=threads or int(machine()["cores"]),
+        llama=llama,
+    )
+    with _bar() as progress:
+        report = answers.run(progress, scratch, settings)
+    _show(report, as_json)
+
+
+def _shares(flag: str, text: str) -> tuple[float, ...]:
+    """Percentages as shares of 1."""
+    return tuple(number / 100 for number in _numbers(flag, text, 1, 10_000))
 
 
 def _numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:

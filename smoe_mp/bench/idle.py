@@ -68,6 +68,15 @@ def _windows(
 @contextlib.contextmanager
 def _system(workers: int) -> Iterator[tuple[int, list[int]]]:
     """A running system on a small vault: pids of the supervisor and of the workers."""
+    with small_system(workers) as name:
+        with ControlClient(name) as control:
+            status = control.call(Status())
+        yield status.pid, [worker.pid for worker in status.workers]
+
+
+@contextlib.contextmanager
+def small_system(workers: int) -> Iterator[str]:
+    """The name of a running system with a ring of 16 slots on a vault of 32 small experts in layer 0."""
     name = f"bench-{os.getpid()}-i"
     with tempfile.TemporaryDirectory(prefix="smoe-bench-") as folder:
         vault, config = Path(folder, "idle.smoe"), Path(folder, "idle.toml")
@@ -77,9 +86,7 @@ def _system(workers: int) -> Iterator[tuple[int, list[int]]]:
             f"ring.slots = 16\nworkers.count = {workers}\n"
         )
         with System([sys.executable, "-m", "smoe_mp", "up", str(config)], Console(quiet=True)):
-            with ControlClient(name) as control:
-                status = control.call(Status())
-            yield status.pid, [worker.pid for worker in status.workers]
+            yield name
 
 
 def _write_vault(path: Path) -> None:

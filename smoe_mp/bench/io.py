@@ -93,7 +93,7 @@ def run(
         m = _Measurement(path, device, size * MIB, n)
         m.run(rounds, run_s, max(4096, probe.offset_align), _scaled(progress, m.where, at, len(settings_of)))
         m.add_to(report)
-    report.notes += _notes(device)
+    report.notes += notes_on(device)
     return report
 
 
@@ -217,7 +217,7 @@ def _since(device: Device, before: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-def _notes(device: Device) -> list[str]:
+def notes_on(device: Device) -> list[str]:
     notes = [
         f"Device bytes: /sys/block's count for {device.name}, which counts everybody's reads."
         if device.name

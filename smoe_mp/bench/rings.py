@@ -62,7 +62,7 @@ def flat_source(path: Path, expert_bytes: int, count: int) -> FlatSource:
 def memory_file(size: int) -> Iterator[Path]:
     """A file of `size` zero bytes in memory, where there is such a place; it takes no room."""
     folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
-    with tempfile.NamedTemporaryFile(prefix="smoe-bench-", dir=folder) as file:
+    with tempfile.NamedTemporaryFile(prefix=f"smoe-bench-{os.getpid()}-", dir=folder) as file:
         file.truncate(size)
         yield Path(file.name)
 

@@ -24,8 +24,9 @@ from msgspec import Struct
 
 from smoe_mp.control import protocol
 from smoe_mp.control.commands import Command
-from smoe_mp.errors import ControlError, NoAnswer, Refused
+from smoe_mp.errors import ControlError, NoAnswer, NoSuchRing, Refused
 from smoe_mp.runtime import check_reachable, is_served, socket_path
+from smoe_mp.segments import check_name
 
 R = TypeVar("R", bound=Struct)
 
@@ -125,6 +126,14 @@ class ControlClient:
                 " it is busy or stopped: try again with a longer time limit"
             )
         return no_ring(self.name)
+
+
+def check_served(name: str) -> None:
+    """Raise NoSuchRing where nobody serves the ring `name`, ConfigError where that is no name."""
+    path = socket_path(check_name(name))
+    check_reachable(path)
+    if not is_served(path):
+        raise NoSuchRing(no_ring(name))
 
 
 def no_ring(name: str) -> str:

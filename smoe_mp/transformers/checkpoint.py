@@ -46,7 +46,7 @@ def open_checkpoint(path: str | Path, config: Any = None) -> Checkpoint:
     chosen = _given(config) if config is not None else _own_config(source)
     model_class = _class_of(chosen, source)
     _check_family(chosen, source)
-    _check_unquantized(chosen, source)
+    _settle_quantization(chosen, source)
     return Checkpoint(where, source, chosen, model_class)
 
 
@@ -55,12 +55,14 @@ def load_tokenizer(path: str | Path, **kwargs: Any) -> Any:
     vault the one whose files lie beside it.  ModelError where there is none."""
     where = resolve(path)
     folder = where if where.is_dir() else where.parent
-    if where.suffix == ".gguf":
-        kwargs["gguf_file"] = where.name
-    elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            f"{path}: no tokenizer with it: none of {', '.join(_TOKENIZER_FILES)} is in {folder}"
-        )
+    if where.suffix == ".gguf" or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        source: Any = open_source(where)
+        if source.format != "gguf":
+            raise ModelError(
+                f"{path}: no tokenizer with it: none of {', '.join(_TOKENIZER_FILES)} is in {folder}"
+            )
+        first = source.parts[0].path  # of a split model the part that has more than tensors
+        folder, kwargs["gguf_file"] = first.parent, first.name
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **kwargs)
 
 
@@ -123,10 +125,14 @@ def _check_family(config: Any, source: Source) -> None:
         )
 
 
-def _check_unquantized(config: Any, source: Source) -> None:
+def _settle_quantization(config: Any, source: Source) -> None:
+    """MXFP4 is of experts alone, which are decoded as they are used: to transformers the model is plain."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None and source.format == "safetensors":
         fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+        if fields.get("quant_method") == "mxfp4":
+            del config.quantization_config
+            return
         raise ModelError(
             f"{source.path}: its weights are quantised ({fields.get('quant_method')}), which is not supported"
             " yet in a folder: take the unquantised model, a GGUF file of it, or a vault"

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ IMPLEMENTATION = "smoe"
 
 #: Rows of a router's output whose further ranks are guessed from: a batch of sequences at decode.
 GUESS_ROWS = 8
+
+#: What the names of MXFP4 blocks and of their scales end in.
+BLOCKS, SCALES = ".blocks", ".scales"
 
 #: A parameter's name to the projections that make it, as one tensor or row after row.
 _PROJECTIONS = {
@@ -88,6 +92,10 @@ def recipe_for(module: Any, parameter: str, shape: Sequence[int], tensors: Mappi
     stem = parameter.removesuffix("_bias")
     end = ".bias" if parameter != stem else ""
     for names in _PROJECTIONS.get(stem, ()):
+        blocks, scales = (tensors.get(names[0] + suffix) for suffix in (BLOCKS, SCALES))
+        if len(names) == 1 and not end and blocks is not None and scales is not None:
+            _check_blocks(module, parameter, shape, blocks)
+            return (blocks.name,)
         wanted = tuple(name + end for name in names)
         if all(name in tensors for name in wanted):
             found = [tensors[name] for name in wanted]
@@ -114,6 +122,21 @@ def _check_order(module: Any, found: Sequence[Tensor], *, bias: bool) -> None:
     if len(found) > 1 and (module.is_transposed or not module.is_concatenated):
         names = " and ".join(t.name for t in found)
         raise ModelError(f"{names} lie apart, and the model's code takes them as columns or in turn")
+
+
+def _check_blocks(module: Any, parameter: str, shape: Sequence[int], blocks: Tensor) -> None:
+    """MXFP4: output by output, 32 inputs a block, for code that takes the matrix transposed."""
+    words = set(blocks.tag.split(","))
+    order = "linear" in words and bool(module.is_transposed)
+    fused = blocks.name.startswith("gate_up")
+    if not order or (fused and ("interleaved" in words) == bool(module.is_concatenated)):
+        raise ModelError(f"{blocks.name} is {blocks.tag!r}, the model's code has another order")
+    made = [2 * prod(blocks.shape[1:]), blocks.shape[0]]
+    if made != list(shape):
+        raise ModelError(
+            f"{blocks.name}: makes a matrix of {made}, the model's {parameter} has {list(shape)}: the files"
+            " are not those of this model"
+        )
 
 
 def _check_shape(parameter: str, shape: Sequence[int], found: Sequence[Tensor]) -> None:
@@ -194,12 +217,23 @@ class StreamedWeight:
 
 def _slice(expert: Expert, weight: StreamedWeight) -> Any:
     names, threads = weight.recipe, weight.layer.stream.threads
+    if names[0].endswith(BLOCKS):
+        return _mxfp4(expert, names[0], weight)
     if (joined := _adjacent(expert, names)) is not None:
         return joined.to(weight.dtype)
     parts = [views.dequantize(expert, name, weight.dtype, threads=threads) for name in names]
     if len(parts) == 1:
         return parts[0]
     return Rows(parts) if len(weight.shape) == 3 else torch.cat(parts)
+
+
+def _mxfp4(expert: Expert, name: str, weight: StreamedWeight) -> torch.Tensor:
+    """A matrix out of MXFP4 blocks and the scales beside them, in the memory order of transformers' own: its
+    products with another would differ in their last bits."""
+    blocks, scales = (expert.tensors[name.removesuffix(BLOCKS) + suffix] for suffix in (BLOCKS, SCALES))
+    whole = TensorInfo(name, "MXFP4", weight.shape[:0:-1], blocks.offset, blocks.nbytes)
+    made = views.decode(expert, whole, weight.dtype, scales=scales, threads=weight.layer.stream.threads)
+    return made.t().contiguous()
 
 
 def _adjacent(expert: Expert, names: Recipe) -> torch.Tensor | None:

@@ -191,7 +191,8 @@ def _overrides(cls: Any) -> dict[str, Callable[..., Any]]:
     """Methods in place of those of `cls`."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._smoe_stream.ring.busy():
+        ring = self._smoe_stream.ring
+        with ring.busy(), ring.phase(_phase_of(args, kwargs)):
             return cls.__call__(self, *args, **kwargs)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,6 +232,15 @@ def _overrides(cls: Any) -> dict[str, Callable[..., Any]]:
     for name in ("cuda", "xpu", "ipu", "mps"):
         made[name] = _move(name)
     return made
+
+
+def _phase_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """A forward of several tokens of a sequence is prefill, of one decode."""
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    tokens = next((t for t in given if torch.is_tensor(t) and t.ndim > 1), None)
+    if tokens is None:
+        return "unsaid"
+    return "prefill" if tokens.shape[1] > 1 else "decode"
 
 
 def _cast(name: str) -> Callable[..., Any]:

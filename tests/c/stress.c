@@ -137,13 +137,15 @@ static void do_as_ready(struct actor *a) {
     smoe_hold holds[BATCH];
     smoe_error e;
     uint32_t n = pick(a, &layer, experts);
-    if (!fine(a, smoe_acquire(a->r, layer, experts, n, holds, LIMIT_MS, &e), &e))
+    int rc = random_below(&a->seed, 2) ? smoe_acquire(a->r, layer, experts, n, holds, LIMIT_MS, &e)
+                                       : smoe_acquire_cold(a->r, layer, experts, n, holds, 1, LIMIT_MS, &e);
+    if (!fine(a, rc, &e))
         return;
     for (uint32_t i = 0; i < n; i++)
         if (holds[i].status == SMOE_HOLD_RESIDENT)
             check_bytes(a, &holds[i]);
     for (;;) {
-        int rc = smoe_wait_any(a->r, holds, n, LIMIT_MS, &e);
+        rc = smoe_wait_any(a->r, holds, n, LIMIT_MS, &e);
         if (rc == -ENOENT)
             break;
         if (!fine(a, rc, &e))

@@ -11,7 +11,8 @@
  *
  * Afterwards every waiter has its bytes or an error, nothing is held or reserved but by A and B, and then by
  * nobody; every expert can be demanded, the whole ring at once; guesses find their room again; both queues take
- * and give all that they are made for.
+ * and give all that they are made for.  A trace that was recorded has what B demanded, and lacks no more than
+ * the record in which the child died; a recorder that died leaves recording off, and the next one can begin.
  */
 #define _GNU_SOURCE
 #include "failpoint.h"
@@ -43,6 +44,8 @@ struct scene {
     uint32_t n_pending;
     int64_t target; /* an expert of layer 0 with two windows and a move */
     int64_t guess;  /* another one; neither is in the ring */
+    smoe_ring *recorder;
+    uint64_t recorded, lost; /* its position in the log, and cells passed over */
     struct smoe_window_rec *scribbled, saved;
 };
 
@@ -125,6 +128,14 @@ static void v_acquire(struct scene *s) {
     acquire_of(r, 0, s->target);
 }
 
+static void v_acquire_cold(struct scene *s) {
+    smoe_ring *r = testring_client(&s->t);
+    smoe_hold h;
+    smoe_error e;
+    arm();
+    smoe_acquire_cold(r, 0, &s->target, 1, &h, 1, LIMIT_MS, &e);
+}
+
 static void v_acquire_too_many(struct scene *s) {
     smoe_ring *r = testring_client(&s->t);
     int64_t all[SLOTS];
@@ -187,6 +198,23 @@ static void v_claim(struct scene *s) {
     smoe_claim_specific(r, 0, 0, &h, &e);
 }
 
+static void v_acquire_two(struct scene *s) {
+    smoe_ring *r = testring_client(&s->t);
+    const int64_t experts[2] = {s->target, 4};
+    smoe_hold h[2];
+    smoe_error e;
+    arm();
+    smoe_acquire(r, 0, experts, 2, h, LIMIT_MS, &e);
+}
+
+static void v_ranks(struct scene *s) {
+    smoe_ring *r = testring_client(&s->t);
+    const int64_t experts[2] = {7, 4};
+    smoe_error e;
+    arm();
+    smoe_trace_ranks(r, 0, experts, 2, &e);
+}
+
 static void v_release(struct scene *s) {
     smoe_ring *r = testring_client(&s->t);
     smoe_hold h = acquire_of(r, 0, 4);
@@ -239,6 +267,27 @@ static void v_detach(struct scene *s) {
     acquire_of(r, 0, 4);
     acquire_of(r, 0, s->target);
     smoe_busy(r, 1);
+    arm();
+    testring_detach(&s->t, r);
+}
+
+/* --- victims: recorders ----------------------------------------------------------------------------- */
+
+static void v_record(struct scene *s) {
+    smoe_ring *r = testring_attach(&s->t, SMOE_ROLE_TRACE, 0);
+    arm();
+    smoe_trace_record(r, 1);
+    smoe_trace_record(r, 0);
+}
+
+static void v_attach_recorder(struct scene *s) {
+    arm();
+    testring_attach(&s->t, SMOE_ROLE_TRACE, 0);
+}
+
+static void v_detach_recorder(struct scene *s) {
+    smoe_ring *r = testring_attach(&s->t, SMOE_ROLE_TRACE, 0);
+    smoe_trace_record(r, 1);
     arm();
     testring_detach(&s->t, r);
 }
@@ -354,6 +403,27 @@ static void s_failed(struct scene *s) {
     forge_failure(s->a, &s->pending[0]);
 }
 
+enum { ROOM = 4096 }; /* cells of the log that a scene needs */
+
+/* What everybody asks for is recorded.  The log has been written before: with experts of layer 1, lap 9. */
+static void s_recorded(struct scene *s) {
+    s->recorder = testring_attach(&s->t, SMOE_ROLE_TRACE, 0);
+    int64_t at = smoe_trace_record(s->recorder, 1);
+    REQUIRE(at >= 0 && at + ROOM < SMOE_TRACE_CELLS);
+    s->recorded = (uint64_t)at;
+    for (uint64_t i = 0; i < ROOM; i++)
+        atomic_store(&s->a->trace[s->recorded + i], 9u | (LAYER_EXPERTS + 1) << 13);
+}
+
+static void dead_recorder(struct scene *s) {
+    smoe_trace_record(testring_attach(&s->t, SMOE_ROLE_TRACE, 0), 1);
+    die();
+}
+
+static void s_dead_recorder(struct scene *s) {
+    die_in(s, dead_recorder);
+}
+
 /* Somebody slept for want of space. */
 static void s_wanted(struct scene *s) {
     atomic_store(&s->a->hot->space_wanted, 1);
@@ -372,13 +442,17 @@ static void s_dead_client(struct scene *s) {
     die_in(s, dead_client);
 }
 
-static void dead_worker(struct scene *s) {
-    smoe_ring *r = testring_attach(&s->t, SMOE_ROLE_WORKER, WORKER_ID);
+static void work_until(struct scene *s, uint32_t id, const char *name) {
+    smoe_ring *r = testring_attach(&s->t, SMOE_ROLE_WORKER, id);
     const volatile int stop = 0;
     const struct worker_options options = {.watch_fd = -1, .ready_fd = -1, .stop = &stop};
     smoe_error e;
-    failpoint_arm("read.window", 1);
+    failpoint_arm(name, 1);
     worker_run(r, &options, &e);
+}
+
+static void dead_worker(struct scene *s) {
+    work_until(s, WORKER_ID, "read.window");
 }
 
 static void s_dead_worker(struct scene *s) {
@@ -401,12 +475,26 @@ static void dead_clients(struct scene *s) {
 }
 
 static void dead_second_worker(struct scene *s) {
-    smoe_ring *r = testring_attach(&s->t, SMOE_ROLE_WORKER, WORKER_ID + 1);
-    const volatile int stop = 0;
-    const struct worker_options options = {.watch_fd = -1, .ready_fd = -1, .stop = &stop};
-    smoe_error e;
-    failpoint_arm("read.done", 1);
-    worker_run(r, &options, &e);
+    work_until(s, WORKER_ID + 1, "read.done");
+}
+
+/* It has counted, and published; or it was about to publish. */
+static void dead_published_worker(struct scene *s) {
+    work_until(s, WORKER_ID, "publish.word");
+}
+
+static void dead_unpublished_worker(struct scene *s) {
+    work_until(s, WORKER_ID, "count.added");
+}
+
+static void s_published(struct scene *s) {
+    s_demand(s);
+    die_in(s, dead_published_worker);
+}
+
+static void s_unpublished(struct scene *s) {
+    s_demand(s);
+    die_in(s, dead_unpublished_worker);
 }
 
 static void s_wreck(struct scene *s) {
@@ -468,6 +556,8 @@ static const struct point POINTS[] = {
     /* hints and ticks */
     {"hint.empty_cleared", 1, nothing, v_acquire, false, false},
     {"hint.empty_cleared", 1, nothing, v_guess, false, false},
+    {"hint.cold_set", 1, nothing, v_acquire_cold, false, false},
+    {"hint.cold_set", 1, s_full, v_acquire_cold, false, false},
     {"hint.guess_cleared", 1, s_guess, v_acquire_guess, false, false},
     {"hint.guess_cleared", 1, s_guess, v_work, false, false},
     {"stamp.drawn", 1, nothing, v_join, false, false},
@@ -503,6 +593,11 @@ static const struct point POINTS[] = {
     {"publish.done", 1, s_demand, v_work, false, false},
     {"publish.done", 1, s_guess, v_work, false, false},
     {"publish.guess_cleared", 1, s_guess, v_work, false, false},
+    {"count.marked", 1, s_demand, v_work, false, false},
+    {"count.marked", 1, s_demand_that_fails, v_work, false, false},
+    {"count.added", 1, s_demand, v_work, false, false},
+    {"count.added", 1, s_guess, v_work, false, false},
+    {"count.added", 1, s_demand_that_fails, v_work, false, false},
     {"error.begun", 1, s_demand_that_fails, v_work, false, false},
     {"error.begun", 1, s_killer, v_sweep, true, true},
     {"error.begun", 1, s_unserved, v_give_up, true, true},
@@ -525,6 +620,30 @@ static const struct point POINTS[] = {
     {"guess.pushed", 1, s_full, v_prewarm, false, false},
     {"busy.word", 1, nothing, v_busy, false, false},
     {"busy.word", 1, nothing, v_no_longer_busy, false, false},
+    /* trace */
+    {"trace.drawn", 1, s_recorded, v_acquire_two, false, false},
+    {"trace.begun", 1, s_recorded, v_acquire_two, false, false},
+    {"trace.timed", 1, s_recorded, v_acquire_two, false, false},
+    {"trace.entry", 1, s_recorded, v_acquire_two, false, false},
+    {"trace.entry", 2, s_recorded, v_acquire_two, false, false},
+    {"trace.drawn", 1, s_recorded, v_claim, false, false},
+    {"trace.timed", 1, s_recorded, v_claim, false, false},
+    {"trace.begun", 1, s_recorded, v_ranks, false, false},
+    {"trace.entry", 1, s_recorded, v_ranks, false, false},
+    {"trace.timed", 1, s_recorded, v_guess, false, false},
+    {"guess.word", 1, s_recorded, v_guess, false, false},
+    {"trace.entry", 1, s_recorded, v_prewarm, false, false},
+    {"trace.drawn", 1, s_recorded, v_busy, false, false},
+    {"trace.begun", 1, s_recorded, v_no_longer_busy, false, false},
+    {"trace.switched", 1, nothing, v_record, false, false},
+    {"trace.switched", 2, nothing, v_record, false, false},
+    {"recover.trace_off", 1, nothing, v_detach_recorder, false, false},
+    {"detach.freed", 1, nothing, v_detach_recorder, false, false},
+    {"register.locked", 1, s_dead_recorder, v_attach_recorder, false, false},
+    {"recover.trace_off", 1, s_dead_recorder, v_attach_recorder, false, false},
+    {"register.filled", 1, s_dead_recorder, v_attach_recorder, false, false},
+    {"recover.trace_off", 1, s_dead_recorder, v_sweep, true, false},
+    {"recover.freed", 1, s_dead_recorder, v_sweep, true, false},
     /* coming and going; the second lot take over what a dead owner of the id left */
     {"register.locked", 1, nothing, v_attach, false, false},
     {"register.filled", 1, nothing, v_attach, false, false},
@@ -540,6 +659,8 @@ static const struct point POINTS[] = {
     {"recover.requeued", 1, s_dead_worker, v_attach_worker, false, false},
     {"recover.rung", 1, s_dead_worker, v_attach_worker, false, false},
     {"register.filled", 1, s_dead_worker, v_attach_worker, false, false},
+    {"recover.counted", 1, s_published, v_attach_worker, false, false},
+    {"recover.counted", 1, s_unpublished, v_attach_worker, false, false},
     {"recover.slot_dropped", 3, nothing, v_detach, false, false},
     {"recover.reservation_back", 1, nothing, v_detach, false, false},
     {"detach.freed", 1, nothing, v_detach, false, false},
@@ -557,6 +678,9 @@ static const struct point POINTS[] = {
     {"recover.busy_back", 1, s_wreck, v_sweep, true, false},
     {"recover.client_done", 1, s_wreck, v_sweep, true, false},
     {"recover.client_done", 2, s_wreck, v_sweep, true, false},
+    {"recover.counted", 1, s_published, v_sweep, true, false},
+    {"recover.requeued", 1, s_unpublished, v_sweep, true, false},
+    {"recover.counted", 1, s_unpublished, v_sweep, true, false},
     {"recover.killer_recorded", 1, s_killer, v_sweep, true, true},
     {"recover.requeued", 1, s_killer, v_sweep, true, true},
     {"recover.requeued", 1, s_wreck, v_sweep, true, false},
@@ -624,7 +748,9 @@ static void check_mended(struct scene *s) {
         CHECK(c == s->a->id || atomic_load(&r->reservations[c]) == 0);
     CHECK_EQ(smoe_busy_clients(r), 0);
     smoe_participant_info who[4];
-    CHECK_EQ(smoe_participants(r, who, 4), 2); /* A and the supervisor */
+    int recorders = s->recorder != NULL;
+    CHECK_EQ(smoe_participants(r, who, 4), 2 + recorders); /* A and the supervisor */
+    CHECK_EQ(*smoe_tracing(r), recorders);
 }
 
 static void sweep(struct scene *s) {
@@ -742,6 +868,72 @@ static void check_queue(struct queue q) {
     CHECK_EQ(queue_pop(q), -1);
 }
 
+/* Each read that was published was counted once, whoever died in it.  A client that dies in an eviction may leave
+ * that one uncounted. */
+static void check_counts(const struct scene *s) {
+    smoe_tally t;
+    uint64_t read = 0;
+    REQUIRE(smoe_get_tally(s->b, -1, SMOE_OF_ALL, &t) == 0);
+    for (int i = 0; i < SMOE_BUCKETS; i++)
+        read += t.reads[i];
+    CHECK_EQ(t.counters[SMOE_C_READS] + t.counters[SMOE_C_FAILED_READS], read);
+    if (point->stage != s_full)
+        CHECK_EQ(t.counters[SMOE_C_READS] - t.counters[SMOE_C_EVICTIONS],
+                 in_state(s, SMOE_READY) + in_state(s, SMOE_CONSUMED));
+}
+
+/* --- the trace -------------------------------------------------------------------------------------- */
+
+/* All that was recorded; what is not whole is passed over.  Returns how many cells. */
+static uint32_t read_trace(struct scene *s, uint64_t cells[ROOM]) {
+    uint32_t n = 0;
+    while (s->recorded < smoe_trace_head(s->recorder)) {
+        int64_t got = smoe_trace_read(s->recorder, 1, &s->recorded, &s->lost, cells + n, ROOM - n);
+        REQUIRE(got >= 0);
+        n += (uint32_t)got;
+    }
+    return n;
+}
+
+/* Each record is one that somebody wrote, and B's demands are all there: they are its fetch, and then every
+ * expert, as many at once as the ring has slots. */
+static void check_trace(struct scene *s, const struct fetcher *f) {
+    uint64_t cells[ROOM];
+    uint32_t n = read_trace(s, cells), expected = 0;
+    for (uint32_t at = 0; at < n;) {
+        uint32_t kind = cells[at] >> 13 & 7, who = cells[at] >> 16 & 0xFF, entries = cells[at] >> 24 & 0xFFFF;
+        uint32_t layer = (uint32_t)(cells[at] >> 40), experts[SLOTS];
+        REQUIRE(kind >= SMOE_TRACE_DEMAND && kind <= SMOE_TRACE_IDLE && who < SMOE_PARTICIPANTS);
+        REQUIRE(layer < SHAPE.layers && entries <= SLOTS && at + 2 + entries <= n);
+        for (uint32_t i = 0; i < entries; i++) {
+            uint32_t index = cells[at + 2 + i] >> 13 & 0x1FFFFF;
+            CHECK_EQ(index / LAYER_EXPERTS, layer);
+            experts[i] = index % LAYER_EXPERTS;
+        }
+        at += 2 + entries;
+        if (kind != SMOE_TRACE_DEMAND || who != s->b->id || entries < 3)
+            continue; /* or of the dead one whose id B has */
+        for (uint32_t i = 0; i < entries; i++)
+            CHECK_EQ(experts[i], expected == 0 ? f->holds[i].expert_index : (expected - 1) % 2 * SLOTS + i);
+        CHECK_EQ(layer, expected == 0 ? 0 : (expected - 1) / 2);
+        expected++;
+    }
+    CHECK_EQ(expected, 1 + 2 * SHAPE.layers);
+    CHECK(s->lost <= 4);
+}
+
+/* Whoever recorded before: the next one can, and stop. */
+static void record_anew(struct scene *s) {
+    uint64_t cells[ROOM];
+    s_recorded(s);
+    fetch_and_release(s, 0, 0);
+    CHECK_EQ(read_trace(s, cells), 3);
+    CHECK_EQ(cells[0] >> 13 & 7, SMOE_TRACE_DEMAND);
+    smoe_trace_record(s->recorder, 0);
+    fetch_and_release(s, 0, 0);
+    CHECK_EQ(read_trace(s, cells), 0);
+}
+
 static void aftermath(struct scene *s, struct fetcher *f) {
     SOON(in_state(s, SMOE_QUEUED) + in_state(s, SMOE_READING) == 0); /* nothing is forgotten */
     check_holders(s);
@@ -752,9 +944,14 @@ static void aftermath(struct scene *s, struct fetcher *f) {
     CHECK_EQ(in_state(s, 6) + in_state(s, 8), 0); /* held, reserved */
     CHECK_EQ(smoe_busy_clients(s->a), 0);
     demand_everything(s);
+    if (s->recorder)
+        check_trace(s, f);
+    else
+        record_anew(s);
     testring_stop(&s->t);
     guess_to_the_limit(s);
     testring_check_quiet(&s->t);
+    check_counts(s);
     check_queue(demand_queue(s->b));
     check_queue(speculative_queue(s->b));
 }

@@ -32,6 +32,7 @@ static void open_fixture(struct fixture *f, uint32_t slots) {
     r->bounds = calloc(words, sizeof *r->bounds);
     r->empties = calloc(words, sizeof *r->empties);
     r->guesses = calloc(words, sizeof *r->guesses);
+    r->colds = calloc(words, sizeof *r->colds);
     lru_init(r);
     for (uint32_t g = 0; g < words; g++)
         r->empties[g] = 0; /* as if killed before they were set: the search finds such slots by their ticks */
@@ -44,6 +45,7 @@ static void close_fixture(struct fixture *f) {
     free((void *)f->r.bounds);
     free((void *)f->r.empties);
     free((void *)f->r.guesses);
+    free((void *)f->r.colds);
 }
 
 static void set_word(smoe_ring *r, uint32_t s, uint64_t word) {
@@ -266,6 +268,37 @@ static void test_find_empty(void) {
     close_fixture(&f);
 }
 
+static void test_find_cold(void) {
+    struct fixture f;
+    uint64_t word;
+    open_fixture(&f, 200);
+    smoe_ring *r = &f.r;
+    for (uint32_t s = 0; s < 200; s++) {
+        set_word(r, s, RESIDENT);
+        lru_stamp(r, s);
+    }
+    CHECK_EQ(lru_find_cold(r, &word), -1);
+    hint_cold(r, 150);
+    hint_cold(r, 70);
+    hint_cold(r, 69);
+    CHECK_EQ(lru_find_cold(r, &word), 69);
+    CHECK_EQ(word, RESIDENT);
+    set_word(r, 69, HELD); /* passed over, and found again when it is released */
+    set_word(r, 70, SMOE_QUEUED | 1ull << 32);
+    CHECK_EQ(lru_find_cold(r, &word), 150);
+    set_word(r, 150, 0); /* emptied: there are others for that */
+    CHECK_EQ(lru_find_cold(r, &word), -1);
+    set_word(r, 69, SMOE_CONSUMED);
+    CHECK_EQ(lru_find_cold(r, &word), 69);
+    CHECK_EQ(word, SMOE_CONSUMED);
+    uint64_t before = lru_tick(r, 69);
+    lru_used(r, 69);
+    CHECK_EQ(lru_find_cold(r, &word), -1);
+    CHECK(lru_tick(r, 69) > before);
+    CHECK_EQ(victim(r), 0); /* the order of the ticks is as it was */
+    close_fixture(&f);
+}
+
 static void test_guess_limit(void) {
     struct fixture f;
     open_fixture(&f, 130); /* limit 32 */
@@ -318,6 +351,7 @@ int main(int argc, char **argv) {
         {"a late stamp with an old tick", test_late_stamp},
         {"bounds are bounds", test_bounds_are_bounds},
         {"empty slots and their hints", test_find_empty},
+        {"cold slots and their hints", test_find_cold},
         {"limit of guesses", test_guess_limit},
         {"scans of 64 words", test_scans},
     };

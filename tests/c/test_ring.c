@@ -661,6 +661,81 @@ static void test_eviction_order(void) {
     testring_close(&t);
 }
 
+/* --- cold slots ------------------------------------------------------------------------------------- */
+
+static uint32_t fetched(smoe_ring *r, int64_t layer, int64_t expert) {
+    smoe_hold h = {0};
+    smoe_error e;
+    CHECK(smoe_fetch(r, layer, &expert, 1, &h, 60000, &e) >= 0);
+    uint32_t s = h.slot;
+    release_ok(r, &h);
+    return s;
+}
+
+/* As much as the ring cannot keep, two experts at a time; then who is evicted for what is demanded otherwise. */
+static void test_cold(void) {
+    struct testring t;
+    struct shape shape = SMALL;
+    shape.slots = 8;
+    testring_open(&t, &shape);
+    smoe_ring *a = testring_client(&t), *b = testring_client(&t);
+    testring_start(&t, 1);
+    smoe_hold holds[2];
+    smoe_error e;
+    for (uint32_t i = 0; i < 4; i++)
+        CHECK_EQ(fetched(b, 1, i), i);
+    const int64_t pairs[][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11}, {2, 11}};
+    const uint32_t slots[][2] = {{4, 5}, {6, 7}, {4, 5}, {4, 5}, {4, 5}, {4, 5}, {6, 5}};
+    for (int i = 0; i < 7; i++) {
+        CHECK_EQ(smoe_acquire_cold(a, 0, pairs[i], 2, holds, 1, 60000, &e), i == 6 ? 2 : 0);
+        CHECK_EQ(smoe_wait(a, holds, 2, 60000, &e), 0);
+        CHECK(testring_bytes_ok(&t, a, &holds[0]) && testring_bytes_ok(&t, a, &holds[1]));
+        CHECK(holds[0].slot == slots[i][0] && holds[1].slot == slots[i][1]);
+        CHECK_EQ(smoe_release(a, holds, 2), 2);
+    }
+    CHECK_EQ(testring_counter(&t, SMOE_C_MISSES), 16);
+    CHECK_EQ(testring_counter(&t, SMOE_C_EVICTIONS), 8);
+    /* 10 and 3 are cold, in slots 4 and 7; 2 and 11 have been asked for again.  Layer 1's are the oldest. */
+    smoe_hold held = acquire_ok(b, 0, 10);
+    CHECK_EQ(held.slot, 4);
+    release_ok(b, &held);
+    CHECK_EQ(fetched(b, 1, 4), 7);
+    for (uint32_t i = 0; i < 4; i++)
+        CHECK_EQ(fetched(b, 1, 5 + i), i);
+    CHECK_EQ(fetched(b, 1, 9), 6);
+    CHECK_EQ(fetched(b, 1, 10), 5);
+    CHECK_EQ(fetched(b, 1, 11), 4);
+    testring_check_quiet(&t);
+    testring_close(&t);
+}
+
+/* Without a wait for the reservation; and who joins a read under way has asked for it, too. */
+static void test_cold_joined(void) {
+    struct testring t;
+    struct shape shape = SMALL;
+    shape.slots = 2;
+    testring_open(&t, &shape);
+    smoe_ring *a = testring_client(&t), *b = testring_client(&t);
+    smoe_hold holds[2], more;
+    smoe_error e;
+    const int64_t both[] = {0, 1}, two = 2;
+    CHECK_EQ(smoe_acquire_cold(a, 0, both, 2, holds, 1, 60000, &e), 0);
+    CHECK_EQ(smoe_acquire_cold(b, 0, &two, 1, &more, 0, 60000, &e), SMOE_EBUSY);
+    smoe_release(a, holds, 2);
+    drain(&t);
+    more = acquire_ok(b, 0, 0);
+    for (uint32_t s = 0; s < 2; s++)
+        read_by_hand(a, s);
+    release_ok(b, &more);
+    smoe_hold x = acquire_ok(b, 0, 2);
+    CHECK_EQ(x.slot, 1); /* the younger read, and nobody asked for it but the large request */
+    drain(&t);
+    read_by_hand(a, 1);
+    release_ok(b, &x);
+    testring_check_quiet(&t);
+    testring_close(&t);
+}
+
 /* --- reservations ----------------------------------------------------------------------------------- */
 
 static void test_busy(void) {
@@ -872,6 +947,8 @@ int main(int argc, char **argv) {
         {"promotion of a queued guess", test_promotion_queued},
         {"promotion of a guess being read", test_promotion_reading},
         {"guesses that hit and guesses wasted", test_guess_hit_and_waste},
+        {"cold slots go first", test_cold},
+        {"a cold slot that is joined", test_cold_joined},
         {"guesses are a quarter at most", test_guess_limit},
         {"guesses give up", test_guess_gives_up},
         {"guesses that lose races", test_guess_races},

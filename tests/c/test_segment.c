@@ -523,6 +523,10 @@ static int do_acquire_nowait(smoe_ring *r) {
     smoe_hold h;
     return smoe_acquire_nowait(r, 0, &EXPERT, 1, &h, NULL);
 }
+static int do_acquire_cold(smoe_ring *r) {
+    smoe_hold h;
+    return smoe_acquire_cold(r, 0, &EXPERT, 1, &h, 1, -1, NULL);
+}
 static int do_fetch(smoe_ring *r) {
     smoe_hold h;
     return smoe_fetch(r, 0, &EXPERT, 1, &h, 0, NULL);
@@ -585,6 +589,7 @@ static void test_forked_handle(void) {
         {"acquire", do_acquire},
         {"acquire with the ring's limit", do_acquire_default},
         {"acquire_nowait", do_acquire_nowait},
+        {"acquire_cold", do_acquire_cold},
         {"fetch", do_fetch},
         {"fetch with the ring's limit", do_fetch_default},
         {"wait", do_wait},

@@ -4,16 +4,18 @@
 
 `smoe-mp up` with 8 workers and prewarm serves a synthetic vault of 480 stamped experts from a ring of 200
 slots.  Four client processes take experts in every way that there is, and compare each byte with the stamp.
-A round is one SIGKILL or one SIGSTOP (with its SIGCONT a little later) of a client, a worker, the prewarm
-process, the supervisor, or of everything but the clients at once; in between the number of workers changes.
-Killed clients are started again by the harness, and so is a killed supervisor: it has to adopt the ring.
+Another process records what they ask for, in one trace after the other, and looks at each record.
+A round is one SIGKILL or one SIGSTOP (with its SIGCONT a little later) of a client, the recorder, a worker,
+the prewarm process, the supervisor, or of everything but the clients at once; in between the number of
+workers changes.  Killed clients and recorders are started again by the harness, and so is a killed
+supervisor: it has to adopt the ring.
 
 What happens to whom follows from the seed; when it happens is up to the machine.
 
 At the end all clients finish by themselves, and what has to hold is looked at: no wrong byte, no holder, no
-reservation, the sum of states, every expert once more, and after `smoe-mp down` no segment, no process, no
-socket and no temporary file.  Errors that clients may see: NoSupervisor while there was none, and time-outs
-of a short limit of their own while something was stopped or dead.  Everything else ends in exit status 1.
+reservation, the sum of states, nobody recording, every expert once more, and after `smoe-mp down` no segment,
+no process, no socket and no temporary file.  Errors that clients may see: NoSupervisor while there was none,
+and time-outs of a short limit of their own.  Everything else ends in exit status 1.
 
 Clients are forks of the harness, so that one is there again at once; they attach by themselves.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -43,26 +46,27 @@ import numpy as np
 import numpy.typing as npt
 
 import smoe_mp
-from smoe_mp import runtime, segments
+from smoe_mp import runtime, segments, stats
 from smoe_mp._native import ffi, lib, new_error
 from smoe_mp.control.client import ControlClient
 from smoe_mp.control.commands import Prewarm, Workers
 from smoe_mp.errors import Busy, NoSupervisor, ReadTimeout, SmoeError
+from smoe_mp.trace import DEMAND, KINDS, Recorder
 from smoe_mp.vault_writer import VaultWriter
 
 LAYERS, EXPERTS, SLOTS = 4, 120, 200
 SHAPE, RAW = (64, 128), 13056  # of each of three Q4 tensors, and the bytes of all three
 WORKERS, SEATS = 8, 4
-DEADLINE_S = 20.0  # the ring's: longer than anything is stopped or down
+LAST, RECORDER = SEATS, SEATS + 1  # the client at the end, and who records
+DEADLINE_S = 60.0  # the ring's: longer than anything is stopped or down
 SHORT_S = 0.5  # a client's own limit, now and then
 STOP_S = (0.1, 1.2)
 DOWN_S = (0.0, 1.0)
-DEATHS_MOST, DEATHS_S = (
-    4,
-    10.5,
-)  # of workers, and of prewarm: one less than the crash loop's five in ten seconds
+# Of workers, and of prewarm: one less than the crash loop's five in ten seconds, as counted by a supervisor
+# that may hear of some deaths late.
+DEATHS_MOST, DEATHS_S = 4, 15.0
 PROBLEMS_MOST = 20
-LIMIT_S = 60.0  # a bound for what always happens, so that a fault ends the run
+LIMIT_S = 150.0  # a bound for what always happens, so that a fault ends the run
 
 # --- the vault ----------------------------------------------------------------------------------------
 
@@ -87,11 +91,11 @@ def write_vault(path: Path) -> None:
 # --- what harness and clients share -------------------------------------------------------------------
 
 # One row a seat, in a mapped file: a killed client's figures stay.
-COLUMNS = ("stop", "attaches", "steps", "demands", "bytes", "wrong", "views", "claims", "guesses")
+COLUMNS = ("stop", "attaches", "steps", "demands", "bytes", "wrong", "views", "claims", "guesses", "records")
 
 
 def board(folder: Path) -> np.memmap[Any, np.dtype[np.int64]]:
-    return np.memmap(folder / "board", np.int64, "r+", shape=(SEATS + 1, len(COLUMNS)))
+    return np.memmap(folder / "board", np.int64, "r+", shape=(SEATS + 2, len(COLUMNS)))
 
 
 # --- a client -----------------------------------------------------------------------------------------
@@ -240,17 +244,50 @@ class Client:
         self.ring.close()
 
 
+class Scribe:
+    """Records one trace after the other until told to stop, and looks at every record."""
+
+    def __init__(self, name: str, folder: Path, seed: str) -> None:
+        self.name, self.rng, self.row = name, random.Random(seed), board(folder)[RECORDER]
+
+    def run(self) -> None:
+        while not self.row[0]:
+            end = time.monotonic() + self.rng.uniform(0.1, 2.0)
+            with Recorder(self.name) as recorder:
+                while not self.row[0] and time.monotonic() < end:
+                    recorder.poll()
+                    time.sleep(0.005)
+            self.check(recorder)
+
+    def check(self, recorder: Recorder) -> None:
+        """Each record is one that a client or the prewarm process wrote: no part of it is another's."""
+        trace = recorder.trace
+        cells = np.concatenate([*recorder._cells, np.empty(0, np.uint64)])
+        first = np.flatnonzero(cells >> np.uint64(12) & np.uint64(1))
+        for record, (begin, end) in enumerate(itertools.pairwise([*first.tolist(), len(cells)])):
+            experts = trace.entries(record)
+            indices = (cells[begin + 2 : end] >> np.uint64(13) & np.uint64(0x1FFFFF)).astype(np.int64)
+            kind, layer = int(trace.kind[record]), int(trace.layer[record])
+            assert 0 < kind < len(KINDS), f"kind {kind}"
+            assert trace.who[record] in (*range(32), 161), f"by {trace.who[record]}"
+            assert (indices // EXPERTS == layer).all(), f"{KINDS[kind]} of layer {layer}: {indices}"
+            assert kind != DEMAND or len(set(experts.tolist())) == len(experts) > 0, f"demand of {experts}"
+        self.row[COLUMNS.index("attaches")] += 1
+        self.row[COLUMNS.index("records")] += len(trace)
+
+
 def client_main(name: str, folder: Path, seat: int, seed: str) -> None:
     """The life of a forked client."""
     errors = os.open(folder / f"client{seat}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(errors, 1)
     os.dup2(errors, 2)
     try:
-        client = Client(name, folder, seat, seed)
-        if seat == SEATS:
-            client.everything()
+        if seat == RECORDER:
+            Scribe(name, folder, seed).run()
+        elif seat == LAST:
+            Client(name, folder, seat, seed).everything()
         else:
-            client.run()
+            Client(name, folder, seat, seed).run()
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
@@ -287,7 +324,7 @@ class Eye:
         return dict(zip(segments.CENSUS, list(out), strict=True))
 
     def counters(self) -> dict[str, int]:
-        return segments.counters(self.ring, -1)
+        return stats.counters(self.ring, -1)
 
     def close(self) -> None:
         if self.ring is not None:
@@ -303,8 +340,8 @@ class Span:
     began: float
     ended: float = float("inf")
 
-    def touches(self, began: float, ended: float, after_s: float = 0.0) -> bool:
-        return began <= self.ended + after_s and ended >= self.began
+    def touches(self, began: float, ended: float) -> bool:
+        return began <= self.ended and ended >= self.began
 
 
 @dataclass
@@ -367,7 +404,8 @@ class Chaos:
         self.name = f"chaos{os.getpid()}"
         self.eye = Eye(self.name)
         self.figures = Figures()
-        self.seats = [Seat(n) for n in range(SEATS)]
+        self.recorder = Seat(RECORDER)
+        self.seats = [*(Seat(n) for n in range(SEATS)), self.recorder]
         self.stopped: list[Stopped] = []
         self.spans: list[Span] = []
         self.down: Span | None = None  # without a supervisor that is ready
@@ -383,7 +421,7 @@ class Chaos:
     def prepare(self) -> None:
         write_vault(self.folder / "v.smoe")
         np.save(self.folder / "stamps.npy", stamps())
-        np.zeros((SEATS + 1, len(COLUMNS)), np.int64).tofile(self.folder / "board")
+        np.zeros((SEATS + 2, len(COLUMNS)), np.int64).tofile(self.folder / "board")
         (self.folder / "c.toml").write_text(
             f'name = "{self.name}"\nvault.path = "v.smoe"\nring.slots = {SLOTS}\nworkers.count = {WORKERS}\n'
             f"ring.read_deadline_ms = {int(DEADLINE_S * 1000)}\nprewarm.trickle_ms = 2\n"
@@ -407,7 +445,7 @@ class Chaos:
             assert self.up is not None
             if self.up.poll() is not None:
                 self.problem(f"the supervisor ended by itself: {self.up.returncode}: {self.up_said()[-500:]}")
-                self.lose_up(0)
+                self.lose_up(time.monotonic(), 0)
             return
         if self.up is None:
             if time.monotonic() >= self.start_at:
@@ -423,13 +461,13 @@ class Chaos:
             self.down.ended = time.monotonic()
             self.down = None
 
-    def lose_up(self, after_s: float) -> None:
-        """It was killed: from now on there is no supervisor."""
+    def lose_up(self, since: float, after_s: float) -> None:
+        """It was killed: from `since` on there is no supervisor, for `after_s` seconds from now at least."""
         assert self.up is not None
         self.up.wait()
         self.up = None
         if self.down is None:
-            self.down = Span("no supervisor", time.monotonic() - 0.05)
+            self.down = Span("no supervisor", since)
             self.spans.append(self.down)
         self.start_at = time.monotonic() + after_s
 
@@ -488,19 +526,24 @@ class Chaos:
         self.spans.append(Span(f"{kind} killed", time.monotonic(), time.monotonic()))
 
     def hurt_client(self, kill: bool) -> bool:
-        seat = self.rng.choice(self.seats)
+        return self.hurt_seat("client", self.rng.choice(self.seats[:SEATS]), kill)
+
+    def hurt_recorder(self, kill: bool) -> bool:
+        return self.hurt_seat("recorder", self.recorder, kill)
+
+    def hurt_seat(self, kind: str, seat: Seat, kill: bool) -> bool:
         process = seat.process
         if process is None or process.pid is None or not process.is_alive():
             return False
         if not kill:
             victim = PidHandle(process.pid)  # it may be killed and reaped before it is to go on
-            if self.stop("client", victim.pid, victim.send, victim.close):
+            if self.stop(kind, victim.pid, victim.send, victim.close):
                 return True
             victim.close()
             return False
         seat.condemned = True
         process.kill()
-        self.killed("client")
+        self.killed(kind)
         return True
 
     def hurt_child(self, kind: str, kill: bool) -> bool:
@@ -533,8 +576,9 @@ class Chaos:
             return False  # one that starts is hit less often, or nothing would ever be served
         if not kill:
             return self.down is None and self.stop("supervisor", up.pid, up.send_signal)
+        since = time.monotonic()
         up.kill()
-        self.lose_up(after_s)
+        self.lose_up(since, after_s)
         self.killed("supervisor")
         return True
 
@@ -543,6 +587,7 @@ class Chaos:
             return False
         pids = [*self.eye.living("worker"), *self.eye.living("prewarm")]
         assert self.up is not None
+        since = time.monotonic()
         self.up.kill()
         self.figures.processes += 1
         for pid in pids:
@@ -551,7 +596,7 @@ class Chaos:
                 victim.send(signal.SIGKILL)
                 victim.close()
                 self.figures.processes += 1
-        self.lose_up(self.rng.uniform(*DOWN_S))
+        self.lose_up(since, self.rng.uniform(*DOWN_S))
         self.figures.processes -= 1  # a kill of many
         self.killed("all but clients")
         return True
@@ -560,6 +605,8 @@ class Chaos:
         deeds: list[tuple[int, Callable[[], bool]]] = [
             (30, lambda: self.hurt_client(True)),
             (8, lambda: self.hurt_client(False)),
+            (6, lambda: self.hurt_recorder(True)),
+            (3, lambda: self.hurt_recorder(False)),
             (20, lambda: self.hurt_child("worker", True)),
             (10, lambda: self.hurt_child("worker", False)),
             (6, lambda: self.hurt_child("prewarm", True)),
@@ -622,7 +669,7 @@ class Chaos:
         return self.down is None
 
     def progress(self, done: int) -> None:
-        rows = board(self.folder).sum(axis=0)
+        rows = board(self.folder)[:RECORDER].sum(axis=0)
         figures = {c: int(rows[i]) for i, c in enumerate(COLUMNS)}
         print(f"{done} rounds: {dict(self.figures.kills)} {figures} {self.eye.census()}", flush=True)
 
@@ -630,7 +677,7 @@ class Chaos:
         self.wake_due(everyone=True)
         self.until(self._is_up, "the supervisor at the end")
         self.mind_clients()
-        board(self.folder)[:SEATS, 0] = 1
+        board(self.folder)[:, 0] = 1
         self.until(self._clients_ended, "clients end")
         for seat in self.seats:
             assert seat.process is not None
@@ -640,7 +687,7 @@ class Chaos:
             if seat.process.exitcode != 0 and not seat.condemned:
                 self.problem(f"client {seat.number} ended with {seat.process.exitcode}")
         self.check_quiet()
-        everything = Seat(SEATS)
+        everything = Seat(LAST)
         self.sit(everything)
         assert everything.process is not None
         everything.process.join(LIMIT_S)
@@ -658,7 +705,7 @@ class Chaos:
 
     def check_quiet(self) -> None:
         """Invariants 4 and 7, once nobody is left who could hold anything."""
-        with contextlib.suppress(SmoeError), ControlClient(self.name) as control:
+        with ControlClient(self.name, timeout_ms=int(LIMIT_S * 1000)) as control:
             control.call(Prewarm(action="pause"))
         nothing = ("held", "reserved", "queued", "reading", "failed", "guesses")
         self.until(lambda: not any(self.eye.census()[k] for k in nothing), "nothing held, reserved, loading")
@@ -669,6 +716,7 @@ class Chaos:
             self.problem("a busy bit is left")
         if self.eye.living("client"):
             self.problem("a client lives")
+        self.until(lambda: not lib.smoe_tracing(self.eye.ring)[0], "nobody records")
 
     def end_system(self) -> None:
         self.eye.close()
@@ -711,11 +759,14 @@ class Chaos:
     def justified(self, report: dict[str, Any]) -> bool:
         """Whether the client may have seen this error."""
         began, ended = report["began"], report["ended"]
+        spans = [s for s in self.spans if not s.kind.startswith("recorder")]  # nobody waits for that one
         if report["error"] == "NoSupervisor":
-            return any(s.kind == "no supervisor" and s.touches(began, ended) for s in self.spans)
-        if ended - began > DEADLINE_S * 0.9:  # the ring's own limit: only a long series of deaths explains it
-            return any(min(s.ended, ended) - max(s.began, began) > DEADLINE_S / 2 for s in self.spans)
-        return any(s.touches(began, ended, after_s=2.0) for s in self.spans)
+            return any(s.kind == "no supervisor" and s.touches(began, ended) for s in spans)
+        # A short limit of the client's own: the machine itself may have stood for so long.  The ring's: only
+        # a long series of deaths explains it.
+        if ended - began < DEADLINE_S * 0.9:
+            return True
+        return any(min(s.ended, ended) - max(s.began, began) > DEADLINE_S / 2 for s in spans)
 
     def judge(self) -> None:
         for report in self.reports():
@@ -749,7 +800,8 @@ class Chaos:
             Path(f"/dev/shm/smoe.{self.name}{suffix}").unlink(missing_ok=True)
 
     def print_report(self, took_s: float) -> None:
-        f, rows = self.figures, board(self.folder).sum(axis=0)
+        f, rows = self.figures, board(self.folder)[:RECORDER].sum(axis=0)
+        recorded = board(self.folder)[RECORDER]
         seen = {c: int(rows[i]) for i, c in enumerate(COLUMNS)}
         print(f"chaos: seed {self.seed}, {self.rounds} rounds in {took_s:.0f} s")
         print(f"kills: {sum(f.kills.values())}: {_listed(f.kills)}; {f.processes} processes")
@@ -762,6 +814,8 @@ class Chaos:
             f"clients: {seen['steps']} steps, {seen['demands']} demands, {seen['claims']} claims,"
             f" {seen['guesses']} guesses, {seen['views']} looks at kept views"
         )
+        traces, records = (recorded[COLUMNS.index(column)] for column in ("attaches", "records"))
+        print(f"recorder: {traces} traces of {records} records")
         if hasattr(self, "counters"):
             keys = ("hits", "misses", "joins", "promoted", "evictions", "reads", "requeued", "failed_reads")
             print("ring: " + ", ".join(f"{self.counters[k]} {k}" for k in keys))

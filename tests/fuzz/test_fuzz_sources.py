@@ -39,7 +39,7 @@ from smoe_mp.sources.manifest import write_manifest
 RUNS = int(os.environ.get("FUZZ_RUNS", "100"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 #: A bound for what always ends.
-LIMIT_S = 60
+LIMIT_S = 150
 #: Every so often a case is run under tracemalloc, which makes it several times slower.
 TRACED = 25
 #: What a case may take: a JSON text becomes some tens of times larger when it is decoded.

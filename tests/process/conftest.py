@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from systems import VAULT, System, Up, assert_nothing_left, write_config
+from support import until
+from systems import VAULT, System, Up, assert_nothing_left, processes_of, write_config
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def ring_name(runtime_dir: Path) -> Iterator[str]:
     """A ring name that no other test uses; at the end nothing of that name may be left."""
     name = f"t{os.getpid()}-{os.urandom(4).hex()}"
     yield name
-    assert_nothing_left(name)
+    assert_nothing_stays(name)
 
 
 @pytest.fixture
@@ -67,4 +68,10 @@ def up(ring_name: str, vault: Path, tmp_path: Path) -> Iterator[Up]:
     for system in started:
         system.end()
     for system in started:
-        assert_nothing_left(system.name)
+        assert_nothing_stays(system.name)
+
+
+def assert_nothing_stays(name: str) -> None:
+    """Nothing is left, once the children of supervisors that the test killed have ended too."""
+    until(lambda: processes_of(name) == [], "an end of all processes")
+    assert_nothing_left(name)

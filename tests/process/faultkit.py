@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import LIMIT_S, StampedSource, ring_name, shm_of, source_file, until
+from support import LIMIT_S, StampedSource, ring_name, shm_of, source_file, stop, until
 
 import smoe_mp
 from smoe_mp import runtime, segments
@@ -83,6 +83,11 @@ def _layout_of(length: int) -> tuple[Tensor, ...]:
     return (Tensor("t", "U8", (length,), 0, 0, length),)
 
 
+def make_old(path: Path) -> None:
+    """Have the file last changed long ago: a change soon after a change may leave the time as it was."""
+    os.utime(path, ns=(10**18, 10**18))
+
+
 def known_source(
     path: Path, spans: Sequence[tuple[int, int]], *, size: int = 0, seed: int = 0
 ) -> KnownSource:
@@ -91,6 +96,7 @@ def known_source(
     size = size or max(offset + length for offset, length in spans)
     blob = np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes()
     path.write_bytes(blob)
+    make_old(path)
     forget(path)
     lengths = sorted({length for _, length in spans})
     experts = [
@@ -116,6 +122,7 @@ def many_files(folder: Path, count: int, length: int = 5000) -> KnownSource:
         path = folder / f"{i:03}.bin"
         blobs.append(rng.integers(0, 256, 100 + length, np.uint8).tobytes())
         path.write_bytes(blobs[-1])
+        make_old(path)
         files.append(source_file(path))
     experts = [Expert(0, i, (Extent(i, 100, length),), 0) for i in range(count)]
     return KnownSource(folder, files, experts, [_layout_of(length)], blobs=blobs)
@@ -260,6 +267,7 @@ def serving(
 ) -> Iterator[Serving]:
     """A ring of `source`, its files probed as the supervisor does, with real workers.  At the end it must
     be quiet, the workers end in order, and nothing may be left."""
+    settings.setdefault("read_deadline_ms", LIMIT_S * 1000)
     probes = [segments.probe(file.path) for file in source.files]
     align = max(4096, *(found.offset_align for found in probes))
     served = Serving(segments.create(ring_name(), source, slots=slots, read_align=align, **settings))
@@ -278,14 +286,6 @@ def serving(
     finally:
         served.close()
     assert shm_of(served.name) == []
-
-
-def state_of(pid: int) -> str:
-    """A process's state by /proc: "S", "T", "Z", ...; "X" where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "X"
 
 
 def bury(name: str) -> None:
@@ -429,8 +429,7 @@ class Fuse:
 
     def stop(self) -> None:
         """Stop the server: every read of the file that is not cached hangs."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
+        stop(self.process.pid)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)

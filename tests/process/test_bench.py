@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import LIMIT_S
 from typer.testing import CliRunner
 
 from smoe_mp import segments
-from smoe_mp.bench import formats, hit, idle, io, miss
+from smoe_mp.bench import control, formats, hit, idle, io, miss
 from smoe_mp.bench.cli import app
 from smoe_mp.bench.rings import bench_ring, flat_source, memory_file, native, native_one
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
@@ -46,15 +48,9 @@ def steps() -> Iterator[Steps]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No segment and no file of a benchmark may be left in memory."""
-
-    def found() -> set[str]:
-        names = (p.name for p in Path("/dev/shm").iterdir())
-        return {n for n in names if n.startswith(("smoe.bench-", "smoe-bench"))}
-
-    before = found()
+    """No segment and no file of a benchmark of this process may be left in memory."""
     yield
-    assert found() - before == set()
+    assert [p.name for p in Path("/dev/shm").glob(f"smoe?bench-{os.getpid()}-*")] == []
 
 
 def test_hit(steps: Steps) -> None:
@@ -78,6 +74,12 @@ def test_miss(steps: Steps) -> None:
     goals = {f.name.split(",")[0] for f in report.figures if f.goal}
     assert goals == {"issue"}
     assert len(report.shares) == 4
+
+
+def test_control(steps: Steps, runtime_dir: Path) -> None:
+    report = control.run(steps, quick=True)
+    assert len(report.figures) == 6
+    assert all(value > 0 for figure in report.figures for value in figure.values)
 
 
 def test_idle(steps: Steps, runtime_dir: Path) -> None:
@@ -141,7 +143,7 @@ def test_io_takes_the_file_that_is_there(disk: Path) -> None:
 
 def test_io_refuses_what_is_no_disk() -> None:
     with (
-        tempfile.TemporaryDirectory(prefix="smoe-bench-", dir="/dev/shm") as folder,
+        tempfile.TemporaryDirectory(prefix=f"smoe-bench-{os.getpid()}-", dir="/dev/shm") as folder,
         pytest.raises(ConfigError, match="direct reads are refused here"),
     ):
         io.run(lambda *_: None, Path(folder), quick=True, sizes_mib=(1,), workers=(1,))
@@ -172,7 +174,7 @@ def test_the_stream_never_hits_and_wants_enough_experts(tmp_path: Path) -> None:
 def test_a_worker_that_dies_ends_the_benchmark() -> None:
     with memory_file(4 * 16384) as path, bench_ring(flat_source(path, 16384, 4), slots=4, workers=1) as ring:
         subprocess.run(["kill", "-KILL", str(ring.pids[0])], check=True)
-        assert ring._loop.wait_until(lambda: ring._workers[0].exited, 10)
+        assert ring._loop.wait_until(lambda: ring._workers[0].exited, LIMIT_S)
         with pytest.raises(SmoeError, match="was killed by SIGKILL"):
             ring.check()
 

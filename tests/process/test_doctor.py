@@ -16,7 +16,7 @@ import pytest
 from systems import LIMIT_S, make_vault, write_config
 from systems import smoe_mp as run
 
-pytestmark = [pytest.mark.timeout(3 * LIMIT_S), pytest.mark.root]
+pytestmark = pytest.mark.root
 HERE = Path(__file__).resolve().parents[1]
 
 PROGRAM = """

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from systems import System, Up, until
+from systems import System, Up, wait_prewarmed
 from systems import smoe_mp as run
 
 import smoe_mp
 from smoe_mp import models
-from smoe_mp.engine import Cache, Engine, Experts, ResidentExperts
+from smoe_mp.engine import Cache, Config, Engine, Experts, ResidentExperts
 
 PROMPT = b'def read_lines(path):\n    """'
 TOKENS = 12
@@ -42,6 +42,11 @@ def test_streamed_and_resident_are_the_same_bits(up: Up, ring_name: str, tiny: P
     assert len(streamed[0]) == TOKENS
     assert stats["misses"] > 0
     assert slots < 256 or stats["hits"] > 0
+    phases, config = stats["client"]["phases"], Config.read(tiny / "config.json")
+    assert list(phases) == ["prefill", "decode"]
+    of_a_token = config.num_hidden_layers * config.num_experts_per_tok
+    assert phases["decode"]["demanded"] == (TOKENS - 1) * of_a_token
+    assert phases["prefill"]["demanded"] > of_a_token
 
 
 def first_token(system: System, tiny: Path) -> dict[str, int]:
@@ -62,9 +67,9 @@ def test_the_popularity_of_one_run_spares_the_next_ones_first_token_reads(
 
     def start() -> System:
         system = up(vault=tiny / "tiny.smoe", slots=256, workers=4, more="prewarm.trickle_ms = 0\n")
-        until(lambda: system.look().prewarm.state == "idle", "prewarm is done")
-        assert system.look().prewarm.done == prewarmed
-        assert system.look().counters["guesses"] == prewarmed
+        status = wait_prewarmed(system)
+        assert status.prewarm.done == prewarmed
+        assert status.counters["guesses"] == prewarmed
         return system
 
     first = first_token(start(), tiny)

@@ -9,15 +9,13 @@ import gguf
 import numpy as np
 import pytest
 from gguffiles import write_model
-from support import LIMIT_S, serve
+from support import serve
 from systems import Up, smoe_mp
 
 import smoe_mp as smoe
 from smoe_mp import tables
 from smoe_mp.errors import RingError
 from smoe_mp.sources import open_source
-
-pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
 MIXED = (
     {"gate": "Q4_0", "up": "Q4_0", "down": "Q8_0"},

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import LIMIT_S, until
 from systems import (
-    LIMIT_S,
     assert_nothing_left,
     bytes_of,
     kill_and_wait,
@@ -21,16 +21,16 @@ from systems import (
     pids_of,
     segments_of,
     status_of,
-    until,
+    wait_ended,
+    watched,
 )
 
 import smoe_mp
 from smoe_mp.errors import ConfigError, NoSuchRing, SegmentError, VaultError
 from smoe_mp.launch import PrivateSystem, private_system
-from smoe_mp.process import ExitWatch
 from smoe_mp.runtime import socket_path
 
-pytestmark = [pytest.mark.timeout(3 * LIMIT_S), pytest.mark.usefixtures("runtime_dir")]
+pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 
 @pytest.fixture
@@ -135,11 +135,10 @@ def test_it_ends_with_an_error_of_its_user(model: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_user_that_is_killed_leaves_nothing(model: Path, number: signal.Signals) -> None:
     with user("sys.stdin.read()", model) as (process, name):
-        supervisor = ExitWatch(status_of(name).pid)
+        supervisor = watched([status_of(name).pid])
         process.send_signal(number)
         process.wait(LIMIT_S)
-        assert supervisor.wait(LIMIT_S)
-        supervisor.close()
+        wait_ended(supervisor)
         assert_nothing_left(name)
 
 
@@ -149,13 +148,15 @@ if os.fork() == 0:
     os.close(1), os.close(2)
     sys.stdin.read()
     os._exit(0)
+print('forked', flush=True)
 sys.stdin.read()
 """
     with user(program, model) as (process, name):
-        supervisor = ExitWatch(status_of(name).pid)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "forked\n"
+        supervisor = watched([status_of(name).pid])
         kill_and_wait(process.pid)
-        assert supervisor.wait(LIMIT_S)
-        supervisor.close()
+        wait_ended(supervisor)
         assert_nothing_left(name)
 
 
@@ -185,12 +186,10 @@ def test_a_user_killed_while_it_starts_leaves_nothing(model: Path, ring_name: st
 
 def test_stop_clears_what_a_killed_supervisor_left(model: Path) -> None:
     with start(model) as system:
-        workers = [ExitWatch(pid) for pid in pids_of(system.name)]
+        children = watched(pids_of(system.name))
         kill_and_wait(system.pid)
         assert segments_of(system.name)
-    for worker in workers:
-        assert worker.wait(LIMIT_S)
-        worker.close()
+    wait_ended(children)
     assert_nothing_left(system.name)
 
 
@@ -220,11 +219,12 @@ def test_errors_are_those_of_the_command(model: Path, tmp_path: Path, ring_name:
         start(model, ring_name)
 
 
-def test_up_takes_a_model(model: Path) -> None:
+def test_up_takes_a_model(ring_name: str, tmp_path: Path) -> None:
+    model = make_vault(tmp_path / f"{ring_name}.smoe")
     command = [sys.executable, "-m", "smoe_mp", "up", str(model), "--ring", "8", "--workers", "2"]
-    systems = []
+    systems, names = [], (ring_name, f"{ring_name}-2")
     try:
-        for name in ("tiny", "tiny-2"):
+        for name in names:
             system = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             systems.append(system)
             assert system.stdout is not None
@@ -238,5 +238,5 @@ def test_up_takes_a_model(model: Path) -> None:
             system.terminate()
             system.communicate(timeout=LIMIT_S)
     assert [system.returncode for system in systems] == [0, 0]
-    assert_nothing_left("tiny")
-    assert_nothing_left("tiny-2")
+    for name in names:
+        assert_nothing_left(name)

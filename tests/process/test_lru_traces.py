@@ -1,4 +1,5 @@
-"""Eviction is exact LRU: real routing traces and random ones through a real ring, against a simulation."""
+"""Eviction is exact LRU: real routing traces and random ones through a real ring, against a simulation.
+What a request that is more than the ring can keep has read goes first (field report 43)."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import Served, grid_source, serve
+from support import SHM, Served, grid_source, ring_name, serve
 
 import smoe_mp
 from smoe_mp._native import lib
+from smoe_mp.ring import BULK_SLOTS
 
 Trace = list[tuple[int, int]]
 
@@ -85,8 +87,8 @@ def assert_exact(served: Served, trace: Trace) -> list[bool]:
 @pytest.fixture
 def vault(tmp_path: Path) -> Iterator[Path]:
     """A file in memory where that is to be had: what is measured here is order, not reading."""
-    path = Path("/dev/shm") / f"{tmp_path.parent.name}-{tmp_path.name}.vault"
-    if not path.parent.is_dir():
+    path = SHM / f"{ring_name()}.vault"
+    if not SHM.is_dir():
         path = tmp_path / "vault"
     yield path
     path.unlink(missing_ok=True)
@@ -159,4 +161,115 @@ def test_the_victim_is_the_evictable_slot_with_the_smallest_tick(vault: Path, sl
         assert served.counters()["evictions"] == evictions
         for batch in held:
             batch.release()
+        served.assert_quiet()
+
+
+# --- requests that are more than the ring can keep ---------------------------------------------------------
+
+
+def misses(ring: smoe_mp.Ring) -> int:
+    return int(ring.stats()["misses"])
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("call", ["in_order", "as_ready"])
+def test_a_long_prompt_leaves_the_hot_set(vault: Path, call: str, layers: int) -> None:
+    """Heat 8 experts, request all 128 of a layer, or of each, with 32 slots, request the 8 again."""
+    hot = [3, 17, 30, 44, 60, 77, 90, 111]
+    with serve(grid_source(vault, layers, 128), slots=32) as served, served.attach() as ring:
+        ring.fetch(0, hot).release()
+        before = misses(ring)
+        for layer in range(layers):
+            got = [(x.expert, int.from_bytes(x.raw[:8].tobytes(), "little"))
+                   for x in getattr(ring, call)(layer, range(128))]  # fmt: skip
+            assert sorted(got) == [(e, layer * 128 + e) for e in range(128)]
+        assert misses(ring) - before == layers * 128 - len(hot)
+        with ring.fetch(0, hot) as batch:
+            assert batch.hits == len(hot)
+        assert served.counters()["evictions"] == misses(ring) - 32
+        served.assert_quiet()
+
+
+class Reference:
+    """An exact LRU cache, with what is cold before its end, in the order of the slots' numbers."""
+
+    def __init__(self, slots: int) -> None:
+        self.free = list(range(slots))
+        self.slot: OrderedDict[tuple[int, int], int] = OrderedDict()  # least recently used first
+        self.cold: set[tuple[int, int]] = set()
+        self.held: list[tuple[int, int]] = []
+
+    def access(self, key: tuple[int, int], *, cold: bool) -> bool:
+        """Whether it is a hit."""
+        hit = key in self.slot
+        if hit:
+            self.cold.discard(key)
+        else:
+            self.slot[key] = self.free.pop(0) if self.free else self.evict()
+            if cold:
+                self.cold.add(key)
+        self.slot.move_to_end(key)
+        return hit
+
+    def evict(self) -> int:
+        idle = self.cold.difference(self.held)
+        key = (
+            min(idle, key=self.slot.__getitem__) if idle else next(k for k in self.slot if k not in self.held)
+        )
+        self.cold.discard(key)
+        return self.slot.pop(key)
+
+    def sweep(self, keys: Trace, window: int) -> int:
+        """A request of more than the cache keeps, `window` of it held at a time; how many hits."""
+        hits = 0
+        for key in keys:
+            if len(self.held) == window:
+                self.held.pop(0)
+            hits += self.access(key, cold=True)
+            self.held.append(key)
+        self.held.clear()
+        return hits
+
+
+@pytest.mark.parametrize("slots", [2, 5, 64, 130, 200])
+def test_prompts_between_tokens(vault: Path, slots: int) -> None:
+    """Sweeps over some layers between single experts: every hit and every slot as in the reference."""
+    rng = np.random.default_rng(slots)
+    reference, window = Reference(slots), min(slots // 2, max(2, slots // 4), BULK_SLOTS)
+    sweeps = 0
+    with serve(grid_source(vault, 4, 64), slots=slots) as served, served.attach() as ring:
+        for layer, expert in zipf_trace(rng, 4, 64, 1500):
+            with ring.fetch(layer, [expert]) as batch:
+                assert batch.hits == reference.access((layer, expert), cold=False)
+                assert batch[0]._hold().slot == reference.slot[layer, expert]
+            if rng.random() < 0.02:
+                sweeps += 1
+                wanted = np.flatnonzero(rng.random(64) < 0.9)
+                before = ring.stats()["hits"]
+                for _ in ring.in_order(layer, wanted):
+                    pass
+                hits = reference.sweep([(layer, int(e)) for e in wanted], window)
+                assert ring.stats()["hits"] - before == hits
+        assert sweeps > 10
+        counters = served.counters()
+        assert counters["misses"] == counters["reads"] == counters["evictions"] + slots
+        served.assert_quiet()
+
+
+def test_a_request_that_the_ring_can_keep_is_kept(vault: Path) -> None:
+    """8 of each of 4 layers fit into 32 slots; 9 do not, and take a quarter of them."""
+    with serve(grid_source(vault, 4, 64), slots=32) as served, served.attach() as ring:
+        for first, n, kept in ((0, 8, 32), (8, 9, 24)):
+            for layer in range(4):
+                assert len(list(ring.in_order(layer, range(first, first + n)))) == n
+            assert sum(ring.resident(layer, e) for layer in range(4) for e in range(8)) == kept
+        served.assert_quiet()
+
+
+def test_what_one_token_wants_is_kept_whatever_the_ring(vault: Path) -> None:
+    """The same call serves prompts and tokens: top-k experts are those of a token."""
+    with serve(grid_source(vault, 4, 64), slots=8, top_k=4) as served, served.attach() as ring:
+        for layer in range(4):
+            list(ring.in_order(layer, range(4)))
+        assert [ring.resident(layer, e) for layer in range(4) for e in range(4)] == [False] * 8 + [True] * 8
         served.assert_quiet()

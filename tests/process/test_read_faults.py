@@ -7,7 +7,6 @@ that the ring was made for, and nobody tries again unasked.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -40,20 +39,16 @@ from faultkit import (
     refused,
     serving,
     shimmed,
-    state_of,
 )
-from support import LIMIT_S, until
-from systems import Up, smoe_mp
+from support import LIMIT_S, in_futex_sleep, state_of, stop, until
+from systems import Up, status_of
 
 import smoe_mp as smoe
 from smoe_mp import segments
 from smoe_mp._native import lib
 from smoe_mp.errors import ExpertReadError
 
-pytestmark = [
-    pytest.mark.timeout(3 * LIMIT_S),
-    pytest.mark.skipif(os.uname().sysname != "Linux", reason="Linux alone"),
-]
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="Linux alone")
 
 CHANGED, SHORT = lib.SMOE_READ_CHANGED, lib.SMOE_READ_SHORT
 
@@ -509,15 +504,15 @@ def test_the_supervisor_says_once_that_it_switched(
                 pass
 
     def warnings() -> list[str]:
-        return [line for line in system.status()["warnings"] if "refused while running" in line]
+        return [line for line in system.look().warnings if "refused while running" in line]
 
     until(lambda: warnings() != [], "a warning")
-    status, said = system.status(), warnings()
-    assert len(said) == 1
+    (said,) = warnings()
     for part in (str(vault), segments.probe(vault).fs, "EINVAL"):
-        assert part in said[0]
-    assert status["files"][0]["mode"] == "buffered"
-    assert "EINVAL" in status["files"][0]["refusal"]
+        assert part in said
+    (file,) = system.look().files
+    assert file.mode == "buffered"
+    assert "EINVAL" in file.refusal
 
 
 # --- ESTALE -------------------------------------------------------------------------------------------
@@ -656,26 +651,14 @@ def test_started_from_a_thread_that_ends(up: Up, ring_name: str, vault: Path) ->
     threads = Together()
     threads.start(up)
     threads.join()
-    pids = [row["pid"] for row in json_status(ring_name)["workers"]]
+    pids = [row.pid for row in status_of(ring_name).workers]
     with smoe.attach(ring_name) as ring:
         for layer in range(3):
             with ring.fetch(layer, range(8)):
                 pass
-    after = json_status(ring_name)
-    assert [row["pid"] for row in after["workers"]] == pids
-    assert all(row["alive"] for row in after["workers"])
-
-
-def json_status(name: str) -> dict[str, object]:
-    done = smoe_mp("status", name, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def sleeping(pid: int) -> bool:
-    """Whether a worker's first thread sleeps in its futex."""
-    futex = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
-    return Path(f"/proc/{pid}/task/{pid}/syscall").read_text().split()[0] == futex
+    after = status_of(ring_name).workers
+    assert [row.pid for row in after] == pids
+    assert all(row.alive for row in after)
 
 
 @pytest.mark.parametrize("state", ["asleep", "stopped"])
@@ -683,14 +666,11 @@ def test_workers_end_with_a_killed_supervisor(up: Up, ring_name: str, state: str
     """Asleep in their futex: by themselves.  Stopped: as soon as they go on (the kernel may see to that: it
     continues what is stopped in a process group that has lost its parent)."""
     system = up(workers=3)
-    pids = [row["pid"] for row in system.status()["workers"]]
-    for pid in pids:
-        until(lambda pid=pid: sleeping(pid), "a worker asleep")
+    pids = [row.pid for row in system.look().workers]
+    until(lambda: all(map(in_futex_sleep, pids)), "workers asleep")
     try:
-        if state == "stopped":
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-                until(lambda pid=pid: state_of(pid) == "T", "a stopped worker")
+        for pid in pids if state == "stopped" else ():
+            stop(pid)
         system.signal(signal.SIGKILL)
         system.wait()
         for pid in pids:

@@ -6,21 +6,20 @@ cgroup before Python starts in it, so that all it uses is counted.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from support import LIMIT_S
 
-from smoe_mp.errors import SegmentSpaceError
+from smoe_mp.bench.cgroup import MemoryGroup, memory_group
+from smoe_mp.errors import SegmentSpaceError, SmoeError
 
 LIMIT_MB = 256
-LIMIT_S = 60  # a bound for what always happens, so that a fault ends the test
 
-ENTER = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
 CHILD = """
 import sys
 from smoe_mp import sizing
@@ -39,76 +38,28 @@ print(made.line, *made.warnings, *made.notes, sep="\\n")
 """
 
 
-def _homes() -> Iterator[tuple[Path, str]]:
-    """Folders where a memory cgroup may be made, with the name of its limit file."""
-    if sys.platform != "linux":
-        return
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    own = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        point, kind = Path(left.split(" ")[4]), right.split(" ")
-        if kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield point / own.get("memory", "/").lstrip("/"), "memory.limit_in_bytes"
-            yield point, "memory.limit_in_bytes"
-        elif kind[0] == "cgroup2":
-            yield point, "memory.max"  # one with processes in it hands no controller down, save the root
-
-
-def _removed(group: Path) -> bool:
-    try:
-        group.rmdir()
-    except OSError:  # EBUSY as long as its last process is being reaped
-        return False
-    return True
-
-
 @pytest.fixture
-def group() -> Iterator[Path]:
+def group() -> Iterator[MemoryGroup]:
     """A memory cgroup of 256 MB."""
-    tried = []
-    for home, limit in _homes():
-        made = home / f"smoe-mp-test-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
         try:
-            made.mkdir()
-        except OSError as error:
-            tried.append(f"{home}: {error.strerror}")
-            continue
-        try:
-            (made / limit).write_text(str(LIMIT_MB << 20))
-        except OSError as error:
-            made.rmdir()
-            tried.append(f"{made / limit}: {error.strerror}")
-            continue
+            made = stack.enter_context(memory_group(LIMIT_MB << 20))
+        except SmoeError as error:
+            pytest.skip(str(error))
         yield made
-        deadline = time.monotonic() + LIMIT_S
-        while not _removed(made):
-            assert time.monotonic() < deadline, f"cannot be removed: {made}"
-            time.sleep(0.01)
-        return
-    pytest.skip(f"no memory cgroup, v1 or v2, can be made here: {'; '.join(tried) or 'none is mounted'}")
 
 
-def _kills(group: Path) -> list[str]:
-    """The lines in which the kernel counts its kills."""
-    text = "".join((group / n).read_text() for n in _KILL_FILES if (group / n).exists())
-    return [line for line in text.splitlines() if line.startswith("oom_kill ")]
-
-
-_KILL_FILES = ("memory.oom_control", "memory.events")
-
-
-def inside(group: Path, slot_mb: int, slots: int) -> subprocess.CompletedProcess[str]:
-    command = ["sh", "-c", ENTER, "sh", str(group), sys.executable, "-c", CHILD, str(slot_mb), str(slots)]
+def inside(group: MemoryGroup, slot_mb: int, slots: int) -> subprocess.CompletedProcess[str]:
+    command = group.inside([sys.executable, "-c", CHILD, str(slot_mb), str(slots)])
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 @pytest.mark.root
-def test_a_ring_larger_than_the_cgroup_is_refused_and_not_killed(group: Path) -> None:
+def test_a_ring_larger_than_the_cgroup_is_refused_and_not_killed(group: MemoryGroup) -> None:
     given = inside(group, 4, 256)
     assert given.returncode == SegmentSpaceError.exit_code, (given.stdout, given.stderr)
     assert "256 x 4 MiB + 2 MiB control = 1.0 GiB, but " in given.stdout
-    assert group.name in given.stdout
+    assert group.path.name in given.stdout
     assert f"{LIMIT_MB} MiB - use " in given.stdout
     assert "give at most slots = " in given.stdout
     assert given.stderr == ""
@@ -121,4 +72,22 @@ def test_a_ring_larger_than_the_cgroup_is_refused_and_not_killed(group: Path) ->
     assert fits.returncode == 0, (fits.stdout, fits.stderr)
     assert fits.stdout.startswith("32 slots x 1 MiB = 32 MiB, as given")
 
-    assert _kills(group) == ["oom_kill 0"]
+    assert group.kills() == 0
+
+
+@pytest.mark.root
+def test_a_group_counts_what_it_kills_and_what_cannot_be_dropped(group: MemoryGroup) -> None:
+    """So that the assertion above is one."""
+    half = f"held = b'x' * {LIMIT_MB << 19}; print(open('/proc/self/cgroup').read()); input()"
+    with subprocess.Popen(
+        group.inside([sys.executable, "-c", half]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert group.path.name.encode() in b"".join(iter(child.stdout.readline, b"\n"))
+        assert LIMIT_MB << 19 < group.held_bytes() <= LIMIT_MB << 20
+        child.kill()
+    assert (group.peak_bytes() or LIMIT_MB << 20) >= LIMIT_MB << 19
+    assert group.kills() == 0
+    whole = group.inside([sys.executable, "-c", f"b'x' * {LIMIT_MB << 20}"])
+    assert subprocess.run(whole, timeout=LIMIT_S, check=False).returncode == -signal.SIGKILL
+    assert group.kills() == 1

@@ -15,12 +15,14 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-import ggufmodels  # noqa: E402
 import tinymodels  # noqa: E402
+from ggufmodels import add_tokenizer  # noqa: E402
 from support import serve  # noqa: E402
 from test_families import assert_alike, resident  # noqa: E402
+from trained import VAULT, write_trained  # noqa: E402
 
 import smoe_mp.transformers  # noqa: E402
+from smoe_mp.bench.randommoe import write_gguf  # noqa: E402
 from smoe_mp.errors import ModelError, VaultError  # noqa: E402
 from smoe_mp.pack import pack  # noqa: E402
 from smoe_mp.sources import open_source  # noqa: E402
@@ -34,11 +36,12 @@ WIDE = {"hidden_size": 64, "moe_intermediate_size": 96}
 def test_a_gguf_file_is_the_model_that_transformers_makes_of_it(
     tmp_path: Path, streamed: Load, experts: str, dense: str, dtype: torch.dtype
 ) -> None:
-    path = ggufmodels.write_gguf(
+    path = write_gguf(
         tmp_path / "model.gguf",
         tinymodels.build("qwen3_moe", torch.float32, **WIDE),
         experts=experts,
         dense=dense,
+        tokenizer=add_tokenizer,
     )
     model = streamed(path, dtype=dtype)
     assert model.config.moe_intermediate_size == 96
@@ -54,7 +57,7 @@ def test_a_gguf_file_is_the_model_that_transformers_makes_of_it(
 
 def test_a_gguf_file_has_its_tokenizer(tmp_path: Path) -> None:
     model = tinymodels.build("qwen3_moe", torch.float32, **WIDE)
-    path = ggufmodels.write_gguf(tmp_path / "model.gguf", model)
+    path = write_gguf(tmp_path / "model.gguf", model, experts="Q8_0", dense="F32", tokenizer=add_tokenizer)
     tokenizer = smoe_mp.transformers.load_tokenizer(path)
     ids = tokenizer("cabbage").input_ids
     assert tokenizer.decode(ids) == "cabbage"
@@ -100,6 +103,50 @@ def test_a_vault_with_its_scout_file(
     model = streamed(path, threads=threads)
     assert model.dtype == dtype
     assert_alike(model, decoded(original, path))
+
+
+#: Text of the kind that the small model was trained on, and that it has not seen.
+PYTHON = b"""\
+def sum_of_squares(numbers):
+    \"\"\"Return the sum of the squares of a list of numbers.\"\"\"
+    total = 0
+    for number in numbers:
+        total += number * number
+    return total
+
+
+class TestSumOfSquares(unittest.TestCase):
+    def test_"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [0, 4])
+def test_the_trained_model_on_real_text(
+    trained: Path, streamed: Load, dtype: torch.dtype, ranks: int
+) -> None:
+    """The prompt wants more experts of each layer than the ring has slots."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        trained, dtype=dtype, experts_implementation="eager"
+    )
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.clone()  # float32 from the file's own places need not be aligned
+    model = streamed(VAULT, slots=40, speculation_ranks=ranks, dtype=dtype)
+    ids, rows = torch.tensor([[0, *PYTHON]]), torch.tensor([[0, *PYTHON[:100]], [0, *PYTHON[-100:]]])
+    with torch.no_grad():
+        wanted = reference(ids).logits
+        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model(rows).logits, reference(rows).logits)
+    likeliest = wanted[0, :-1].argmax(-1)
+    assert (likeliest == ids[0, 1:]).float().mean() > 0.7  # it has learned something
+    settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), reference.generate(ids, **settings))
+    ring = smoe_mp.transformers.ring_of(model)
+    assert (ring.stats()["guesses"] > 0) == (ranks > 0)
 
 
 def test_a_vault_of_unchanged_weights(tmp_path: Path, streamed: Load) -> None:

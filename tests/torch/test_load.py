@@ -65,6 +65,24 @@ def test_every_way_of_generating(
     assert torch.equal(*tokens)
 
 
+def test_demands_are_counted_as_prefill_and_decode(path: Path, streamed: Load) -> None:
+    """By how many tokens of a sequence a forward has, however it is called."""
+    model, ids = streamed(path), prompt(1)
+    ring, config = smoe_mp.transformers.ring_of(model), model.config
+    model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    phases = ring.stats()["client"]["phases"]
+    assert list(phases) == ["prefill", "decode"]
+    of_a_token = config.num_hidden_layers * config.num_experts_per_tok
+    assert phases["decode"]["demanded"] == 5 * of_a_token
+    assert phases["prefill"]["demanded"] > of_a_token
+    with torch.no_grad():
+        model(ids[:, :1])
+        model(inputs_embeds=model.get_input_embeddings()(ids[:, :1]))
+    after = ring.stats()["client"]["phases"]
+    assert after["decode"]["demanded"] == 7 * of_a_token
+    assert after["prefill"] == phases["prefill"]
+
+
 @pytest.mark.parametrize("slots", [4, 5, 16, 32])
 def test_a_prompt_may_want_more_experts_than_the_ring_has(
     path: Path, reference: Any, streamed: Load, slots: int

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from checkpoints import header_of
-from support import serve
+from support import LIMIT_S, serve
 
 from smoe_mp.sources import open_source
 
@@ -116,7 +116,7 @@ def test_resident_memory_is_the_dense_part_and_the_ring(tmp_path: Path) -> None:
     with serve(open_source(tmp_path / "big"), slots=SLOTS, workers=2) as served:
         ring = SLOTS * served.segments.slot_bytes
         command = [sys.executable, "-c", CHILD, str(tmp_path / "big"), served.name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert done.returncode == 0, done.stderr
     steps = json.loads(done.stdout)
     before = sum(steps["imported"][key] for key in ("RssAnon", "RssFile", "RssShmem"))

@@ -23,17 +23,26 @@ transformers: Any = pytest.importorskip("transformers", reason="needs transforme
 pytest.importorskip("jinja2", reason="needs jinja2, for chat templates")
 
 import tinymodels  # noqa: E402
-from support import SHM, shm_of  # noqa: E402
-from wordmodels import prompted, resident, write_words  # noqa: E402
+from ggufmodels import add_tokenizer  # noqa: E402
+from support import LIMIT_S, SHM, shm_of  # noqa: E402
+from trained import write_trained  # noqa: E402
+from wordmodels import TEMPLATE, prompted, resident, write_words  # noqa: E402
 
-from smoe_mp import cli  # noqa: E402
+from smoe_mp import cli, models  # noqa: E402
 from smoe_mp import run as running  # noqa: E402
+from smoe_mp.bench.randommoe import write_gguf  # noqa: E402
 from smoe_mp.launch import PrivateSystem, private_system  # noqa: E402
 from smoe_mp.run import Conversation, Sampling, Speaker  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
 
-LIMIT_S = 120  # a bound for what always happens, so that a fault ends the test
+def own(kind: str) -> str:
+    """The name of a model's folder, and so of its private rings, that no other process uses."""
+    return f"{kind}{os.getpid()}"
+
+
+def rings_of(kind: str) -> list[str]:
+    """What lies in shared memory of such a model's rings."""
+    return [p.name for p in SHM.glob(f"smoe.{own(kind)}-*")]
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +55,21 @@ def folder() -> Iterator[Path]:
         patch.setenv("SMOE_RUNTIME_DIR", path)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield Path(path)
-    assert not [p.name for p in SHM.glob("smoe.words-*")]
+    assert rings_of("words") == []
 
 
 @pytest.fixture(scope="module")
 def bytewise(folder: Path) -> Path:
     """A random Qwen3-MoE of 256 tokens, without a tokenizer, that never stops by itself."""
     return tinymodels.write(
-        "qwen3_moe", folder / "bytewise", torch.float32, vocab_size=256, max_position_embeddings=100_000
+        "qwen3_moe", folder / own("bytes"), torch.float32, vocab_size=256, max_position_embeddings=100_000
     )
 
 
 @pytest.fixture(scope="module")
 def words(folder: Path) -> Path:
     """Another with a byte-level tokenizer and a chat template."""
-    return write_words(folder / "words")
+    return write_words(folder / own("words"))
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +172,106 @@ def test_a_running_ring_a_seed_and_raw_text(
     assert shown[0]["text"] == shown[1]["text"] != shown[2]["text"]
 
 
+# --- models of every form ----------------------------------------------------------------------------------
+
+
+def report(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str | Path
+) -> dict[str, Any]:
+    """What `smoe-mp run ARGUMENTS --json` reports of a greedy answer from a private system."""
+    capfd.readouterr()
+    assert command(monkeypatch, *arguments, "--json", "--greedy", "--threads", "1", "--workers", "2") == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    found: dict[str, Any] = json.loads(out)
+    assert found["demanded"] > 0
+    return found
+
+
+def test_a_gguf_file_whole_or_any_part_or_its_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf", reason="needs gguf")
+    pytest.importorskip("accelerate", reason="needs accelerate, for transformers' own loading of GGUF")
+    model = tinymodels.build("qwen3_moe", torch.float32, hidden_size=64, moe_intermediate_size=96)
+
+    def chatty(writer: Any, size: int) -> None:
+        add_tokenizer(writer, size)
+        writer.add_chat_template(TEMPLATE)
+
+    kinds: dict[str, Any] = {"experts": "Q8_0", "dense": "F32", "tokenizer": chatty}
+    whole = write_gguf(folder / "whole.gguf", model, **kinds)
+    (folder / "parts").mkdir()
+    write_gguf(folder / "parts/parts.gguf", model, **kinds, split=12)
+    last = max((folder / "parts").iterdir())
+    assert last.name == "parts-00003-of-00003.gguf"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=whole.name,
+        config=transformers.AutoConfig.from_pretrained(
+            folder, gguf_file=whole.name, moe_intermediate_size=96
+        ),
+        dtype=torch.bfloat16,
+        experts_implementation="eager",
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=whole.name)
+    ids = tokenizer(prompted("Why?"), return_tensors="pt")["input_ids"]
+    made = reference.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    expected = tokenizer.decode(made)
+    for path in (whole, last, folder / "parts"):
+        answer = report(monkeypatch, capfd, path, "-p", "Why?", "--ring-slots", "20", "--max-tokens", "8")
+        assert (answer["text"], answer["prompt_tokens"]) == (expected, ids.shape[1])
+
+
+def test_a_vault_without_a_tokenizer_speaks_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The trained model: its text is Python, the resident model's, and begins a document."""
+    prompt = 'import os\n\n\ndef read_lines(path):\n    """'
+    (folder / "trained").mkdir()
+    write_trained(folder / "trained")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "trained", dtype=torch.bfloat16, experts_implementation="eager"
+    )
+    ids = torch.tensor([[0, *prompt.encode()]])
+    made = reference.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    # Copied, since a system leaves the popularity beside its vault.
+    for name in ("tiny.smoe", "tiny.scout.safetensors", "config.json"):
+        shutil.copy(models.TINY / name, folder)
+    arguments = ("-p", prompt, "--ring-slots", "256", "--max-tokens", "24")
+    answer = report(monkeypatch, capfd, folder / "tiny.smoe", *arguments)
+    assert answer["text"].encode() == bytes(made.tolist())
+    assert answer["prompt_tokens"] == 1 + len(prompt)
+    assert answer["text"].isascii()
+
+
+def test_a_hub_id_in_the_local_cache(
+    words: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As huggingface_hub lays it out: names that are links to blobs."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = folder / "hub" / "models--some--words"
+    for name in ("blobs", "refs", f"snapshots/{commit}"):
+        (repository / name).mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    for number, path in enumerate(sorted(words.iterdir())):
+        shutil.copy(path, repository / f"blobs/{number:064x}")
+        (repository / f"snapshots/{commit}" / path.name).symlink_to(f"../../blobs/{number:064x}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = ("-p", "Why?", "--ring-slots", "20", "--max-tokens", "8")
+    assert (
+        report(monkeypatch, capfd, "some/words", *arguments)["text"]
+        == report(monkeypatch, capfd, words, *arguments)["text"]
+    )
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "no-hub"))
+    assert command(monkeypatch, "some/words", "-p", "Why?") == 3
+    assert f"not in the local cache {folder / 'no-hub'}; fetch it first" in capfd.readouterr().err
+
+
+# --- Ctrl-C ------------------------------------------------------------------------------------------------
+
+
 def test_ctrl_c_ends_the_answer(words: Path, system: PrivateSystem) -> None:
     keys: list[int] = []
 
@@ -248,7 +357,7 @@ def test_a_conversation_on_a_terminal(bytewise: Path) -> None:
     assert terminal.end("\x04") == 0
     assert "Traceback" not in terminal.shown
     assert not re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", terminal.shown.replace("\x1b[?2004", ""))
-    assert not list(SHM.glob("smoe.bytewise-*"))
+    assert rings_of("bytes") == []
 
 
 def test_ctrl_c_without_an_answer_ends_the_program(bytewise: Path) -> None:
@@ -256,7 +365,7 @@ def test_ctrl_c_without_an_answer_ends_the_program(bytewise: Path) -> None:
     terminal.until("> ")
     assert terminal.end("\x03") == 130
     assert "Traceback" not in terminal.shown
-    assert not list(SHM.glob("smoe.bytewise-*"))
+    assert rings_of("bytes") == []
 
 
 @pytest.mark.parametrize(
@@ -300,7 +409,7 @@ def test_a_model_that_transformers_cannot_load_is_said_in_a_line(
         ("config.json", '"model_type": "qwen3_moe"', "model"),
         ("tokenizer.json", "{", "its tokenizer cannot be loaded"),
     ):
-        broken = folder / f"broken-{name}"
+        broken = folder / own(name[:3])
         shutil.copytree(words, broken)
         text = (broken / name).read_text()
         assert change in text
@@ -312,7 +421,7 @@ def test_a_model_that_transformers_cannot_load_is_said_in_a_line(
         assert str(broken) in line
         assert said in line
         assert "Traceback" not in err
-    assert not [p.name for p in SHM.glob("smoe.broken-*")]
+        assert rings_of(name[:3]) == []
 
 
 def test_without_the_extra_it_is_named(

@@ -14,13 +14,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import tinymodels  # noqa: E402
-from support import serve  # noqa: E402
+from support import LIMIT_S, serve  # noqa: E402
 from test_families import prompt, resident  # noqa: E402
 
 from smoe_mp.sources import open_source  # noqa: E402
 
 SETTINGS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-LIMIT_S = 120
 
 CHILD = """
 import json, sys

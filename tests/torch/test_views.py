@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from checkpoints import E, Made, Part, Recipe, make  # noqa: E402
 from gguffiles import write_model  # noqa: E402
-from support import Served, serve  # noqa: E402
+from support import LIMIT_S, Served, serve  # noqa: E402
 from systems import make_vault  # noqa: E402
 
 import smoe_mp  # noqa: E402
@@ -25,6 +25,7 @@ import smoe_mp.torch as views  # noqa: E402
 from smoe_mp.errors import RingError  # noqa: E402
 from smoe_mp.sources import open_source  # noqa: E402
 
+CPU = torch.device("cpu")  # for what is done on another device, where there is no other
 PARTS = (
     Part("mlp.experts.{e}.gate_proj.weight", "gate", "F8_E4M3", (6, 10)),
     Part("mlp.experts.{e}.gate_proj.weight_scale_inv", "gate.weight_scale_inv", "F32", (2, 3), "block=4x4"),
@@ -127,7 +128,7 @@ def test_a_write_hurts_only_the_process_that_writes(
     made: Made, served: Served, ring: smoe_mp.Ring, statement: str
 ) -> None:
     command = [sys.executable, "-c", WRITER, served.name, statement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout) == (-11, "writes\n"), done.stderr
     with ring.fetch(0, [0]) as batch:
         assert bytes_of(views.tensor(batch[0], "up")) == made.expected[0, 0]["up"][3]
@@ -154,6 +155,8 @@ def test_numbers_are_the_float32_ones_rounded_once(ring: smoe_mp.Ring, dtype: to
             for name in ("gate", "up", "down", "down.bias"):
                 wanted = torch.from_numpy(expert.dequantize(name)).to(dtype)
                 seen = views.dequantize(expert, name, dtype)
+                there = views._dequantize_there(expert, expert.tensors[name], dtype, 1, CPU)
+                assert torch.equal(torch.nan_to_num(there), torch.nan_to_num(seen))
                 assert seen.dtype == dtype
                 assert torch.equal(torch.nan_to_num(seen), torch.nan_to_num(wanted)), name
 
@@ -192,6 +195,8 @@ def test_block_types_become_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
                     wanted = torch.from_numpy(batch[0].dequantize(name)).to(dtype)
                     for threads in (1, 2):
                         seen = views.dequantize(batch[0], name, dtype, threads=threads)
+                        there = views._dequantize_there(batch[0], batch[0].tensors[name], dtype, 1, CPU)
+                        assert torch.equal(torch.nan_to_num(there), torch.nan_to_num(seen))
                         assert seen.dtype == dtype
                         assert torch.equal(seen, wanted), (path.suffix, name)
     assert np.isfinite(wanted.float().numpy()).all()

@@ -20,7 +20,10 @@ from smoe_mp.config import OPTIONS, load
 from smoe_mp.control.commands import (
     ClientStatus,
     ConfigValue,
+    DemandStatus,
+    Figures,
     FileStatus,
+    LatencyStatus,
     PrewarmStatus,
     RingStatus,
     StatusResult,
@@ -201,7 +204,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_check_served", interrupted)
+    monkeypatch.setattr(cli, "check_served", interrupted)
     assert run(monkeypatch, "status", "r") == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -249,8 +252,21 @@ def some_status() -> StatusResult:
             WorkerStatus(1, 14, True, 7),
             WorkerStatus(2, 15, False, None),
         ],
-        clients=[ClientStatus(0, 20, True, "[bold]engine[/bold]", 8)],
-        counters={"hits": 12345, "device_bytes": 5 << 30},
+        clients=[
+            ClientStatus(
+                0,
+                1234567,
+                True,
+                "[bold]engine[/bold]",
+                8,
+                demand=DemandStatus(10, 5, 1, 1, 3, 0.5, LatencyStatus(3, 0.1, 0.02, 0.03, 0.04)),
+            )
+        ],
+        departed=Figures(demand=DemandStatus(7, 7, coverage=1.0)),
+        counters={"hits": 12345, "device_bytes": 5 << 30, "guesses": 9, "guess_hits": 2, "promoted": 1},
+        demand=DemandStatus(12345678, 12345670, 1, 2, 5, 0.464),
+        phases={"prefill": DemandStatus(10, 4, 1, 2, 3, 0.4, LatencyStatus(2, 5.0, 1.5, 3.25, 66.0))},
+        read_latency=LatencyStatus(4, 0.002, 0.0004996, 0.0009999, 1.0),
         hit_rate=0.464,
         health="ok",
         prewarm=PrewarmStatus("running", 30, 100, 4, "/m.freq", []),
@@ -275,11 +291,19 @@ def test_status_is_readable_at_80_columns_without_colour() -> None:
         "dead",
         "[bold]engine[/bold]",
         "12,345",
-        "5 GiB",
+        "9: 3 used",
+        "5 GiB read for 0 B of experts",
         "--ring",
         "warning: [red]too small",
     ):
         assert wanted in text, wanted
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert ["0", "1234567", "[bold]engine[/bold]", "8", "10", "50.0%", "40 ms"] in rows
+    assert ["", "", "(gone)", "", "7", "100.0%", ""] in rows
+    assert ["prefill", "10", "4", "1", "2", "3", "40.0%"] in rows
+    assert ["all", "12,345,678", "12,345,670", "1", "2", "5", "46.4%"] in rows
+    assert ["wait, prefill", "2", "2.5 s", "1.5 s", "3.25 s", "66 s"] in rows
+    assert ["read", "4", "500 µs", "500 µs", "1 ms", "1 s"] in rows
 
 
 def test_what_down_says() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import zmq
+from support import LIMIT_S
 
 from smoe_mp import runtime
 from smoe_mp.control import protocol, server
@@ -36,8 +37,26 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.server import ControlServer
 from smoe_mp.errors import ConfigError, ControlError, NoAnswer, Refused, RingReplaced
 
-LIMIT_MS = 20_000  # a bound for what always happens, so that a fault ends the test
+LIMIT_MS = LIMIT_S * 1000
 NAME = "fake"
+
+
+class FakeLater:
+    """A command under way: done at look number `looks`."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.cancelled = looks, False
+
+    def poll(self) -> dict[str, Any] | None:
+        self.looks -= 1
+        if self.looks == 100:
+            raise RingReplaced("gone")
+        if self.looks > 0:
+            return None
+        return {"resident": 1, "hits": 0, "failed": [], "took_ms": 1.0, "state": "drained", "reads": 0}
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 class FakeSystem:
@@ -47,13 +66,14 @@ class FakeSystem:
         self.stops = 0
         self.kept = False
         self.fault: Exception | None = None
+        self.asked = FakeLater(0)
 
     def identity(self) -> dict[str, Any]:
         if self.fault:
             raise self.fault
         return {"name": NAME, "pid": 7, "version": "0", "state": "live"}
 
-    def status(self) -> dict[str, Any]:
+    def status(self, memory: bool = True) -> dict[str, Any]:
         return {
             **self.identity(),
             "uptime_s": 1.5,
@@ -88,6 +108,27 @@ class FakeSystem:
 
     def prewarm(self, action: str, trickle_ms: int | None = None) -> dict[str, Any]:
         return {**self.status()["prewarm"], "state": action, "trickle_ms": float(trickle_ms or 4)}
+
+    def demand(self, pairs: list[Any]) -> Any:
+        self.asked = FakeLater(len(pairs))
+        return self.asked
+
+    def speculate(self, pairs: list[Any]) -> dict[str, Any]:
+        return {"queued": len(pairs)}
+
+    def busy(self, lease_ms: int) -> dict[str, Any]:
+        return {"busy_clients": [0] if lease_ms else [], "lease_ms": lease_ms}
+
+    def histogram(self, action: str, counts: list[Any], first: int, most: int) -> dict[str, Any]:
+        rows = [(0, e, 9 - e) for e in range(first, min(first + most, 3))]
+        facts = {"experts": 3, "counted": 3, "total": 24, "path": "", "fingerprint": "00"}
+        return {**facts, "most_popular": rows}
+
+    def verify(self, action: str) -> dict[str, Any]:
+        return {"state": "running" if action == "start" else "never"}
+
+    def drain(self, resume: bool) -> Any:
+        return FakeLater(0)
 
     def request_stop(self, keep_ring: bool = False) -> dict[str, Any]:
         self.stops += 1
@@ -211,6 +252,11 @@ BAD = {
     "workers in words": (request("workers", count="4"), "Malformed", "a1"),
     "an action that is none": (request("prewarm", action="dance"), "Malformed", "a1"),
     "no action": (request("prewarm"), "Malformed", "a1"),
+    "no experts": (request("demand", experts=[]), "Malformed", "a1"),
+    "an expert alone": (request("demand", experts=[3]), "Malformed", "a1"),
+    "a layer below 0": (request("demand", experts=[[-1, 3]]), "Malformed", "a1"),
+    "experts in words": (request("speculate", experts="0:3"), "Malformed", "a1"),
+    "a lease for ever": (request("busy", lease_ms=1 << 40), "Malformed", "a1"),
     "a trickle below 0": (request("prewarm", action="trickle", trickle_ms=-1), "Malformed", "a1"),
     "a list as id": (request("stop", id=["a1"]), "Malformed", None),
     "a long id": (request("stop", id="x" * 129), "Malformed", None),
@@ -268,7 +314,7 @@ def test_a_late_reply_is_not_sent(
     served: ControlServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dealer = connect(zmq.DEALER)
-    clock = iter((0.0, 5.001))
+    clock = iter((0.0, 5.001, 5.001))
     with monkeypatch.context() as patch:
         patch.setattr(server, "time", SimpleNamespace(monotonic=lambda: next(clock)))
         dealer.send(request(id="late"))
@@ -276,6 +322,64 @@ def test_a_late_reply_is_not_sent(
         served.handle()
     assert served.counters["late"] == 1
     assert json.loads(ask(served, dealer, request(id="next"))[0])["id"] == "next"
+
+
+def test_a_command_that_takes_time_is_looked_at_by_turns(
+    served: ControlServer, connect: Connect, system: FakeSystem
+) -> None:
+    slow, quick = connect(zmq.DEALER), connect(zmq.REQ)
+    slow.send(request("demand", experts=[[0, e] for e in range(3)]))
+    assert served.pollable.poll(LIMIT_MS)
+    served.handle()  # one look
+    assert json.loads(ask(served, quick, request())[0])["ok"]  # others are answered meanwhile
+    assert served.tick() < 1  # another look
+    assert slow.poll(0) == 0
+    assert served.tick() > 1  # the last
+    assert slow.poll(LIMIT_MS)
+    reply = json.loads(slow.recv())
+    assert (reply["id"], reply["result"]["resident"]) == ("a1", 1)
+
+
+def test_one_that_fails_on_the_way_says_so(served: ControlServer, connect: Connect) -> None:
+    dealer = connect(zmq.DEALER)
+    dealer.send(request("demand", experts=[[0, e] for e in range(102)]))
+    assert served.pollable.poll(LIMIT_MS)
+    served.handle()
+    assert served.tick() > 1
+    assert dealer.poll(LIMIT_MS)
+    assert json.loads(dealer.recv())["error"]["type"] == "RingReplaced"
+
+
+def test_one_that_nobody_waits_for_is_cancelled(
+    served: ControlServer, connect: Connect, system: FakeSystem
+) -> None:
+    dealer = connect(zmq.DEALER)
+    dealer.send(request("demand", experts=[[0, 1], [0, 2]], deadline_ms=1))
+    assert served.pollable.poll(LIMIT_MS)
+    served.handle()
+    system.asked.looks = 1 << 30
+    while not system.asked.cancelled:
+        served.tick()
+    assert served.counters["late"] == 1
+    assert served.tick() > 1
+
+
+def test_no_more_under_way_than_may_be(
+    served: ControlServer, connect: Connect, system: FakeSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PENDING_MAX", 2)
+    dealer = connect(zmq.DEALER)
+    many = [[0, e] for e in range(99)]
+    for _ in range(2):
+        dealer.send(request("demand", experts=many))
+        assert served.pollable.poll(LIMIT_MS)
+        served.handle()
+    (reply,) = ask(served, dealer, request("demand", experts=many))
+    assert json.loads(reply)["error"]["type"] == "TooMany"
+    assert served.counters["too_many"] == 1
+    last = system.asked
+    served.close()
+    assert last.cancelled
 
 
 def test_a_vanished_asker_is_counted(served: ControlServer, connect: Connect) -> None:

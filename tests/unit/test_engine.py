@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trained import VAULT, write_trained
 
 from smoe_mp import models
 from smoe_mp.engine import Cache, Config, Engine, ResidentExperts
@@ -16,7 +17,6 @@ from smoe_mp.errors import SmoeError, VaultError
 from smoe_mp.sources.checkpoint import read_header
 
 PROMPT = b'import os\n\n\ndef read_lines(path):\n    """'
-VAULT = models.TINY / "tiny.smoe"
 
 
 @pytest.fixture(scope="module")
@@ -33,27 +33,11 @@ def engine(experts: ResidentExperts) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def reference(experts: ResidentExperts, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The same weights, experts as Q4 gives them back, as transformers' own model in float32."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same weights as transformers' own model in float32."""
     torch = pytest.importorskip("torch", reason="torch is not here")
     transformers = pytest.importorskip("transformers", reason="transformers is not here")
-    numpy_files = pytest.importorskip("safetensors.numpy", reason="safetensors is not here")
-    folder = tmp_path_factory.mktemp("reference")
-    config = json.loads((models.TINY / "config.json").read_text())
-    shutil.copy(models.TINY / "config.json", folder / "config.json")
-    scout = models.TINY / "tiny.scout.safetensors"
-    weights = {
-        name: np.left_shift(
-            np.fromfile(scout, "<u2", t.nbytes // 2, offset=t.offset).astype(np.uint32), 16
-        ).view(np.float32).reshape(t.shape)
-        for name, t in read_header(scout).items()
-    }  # fmt: skip
-    for layer in range(config["num_hidden_layers"]):
-        for expert in experts.as_ready(layer, range(config["num_experts"])):
-            for part in ("gate", "up", "down"):
-                name = f"model.layers.{layer}.mlp.experts.{expert.expert}.{part}_proj.weight"
-                weights[name] = expert.dequantize(part)
-    numpy_files.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    folder = write_trained(tmp_path_factory.mktemp("reference"))
     return transformers.Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -27,7 +27,7 @@ def test_nothing_changed(source: StampedSource) -> None:
 
 def test_each_kind_of_change_is_named_with_its_figures(source: StampedSource) -> None:
     first, second, third = (file.path for file in source.files)
-    os.utime(first, ns=(1, 2))
+    os.utime(first, ns=(10**9, 2 * 10**9))
     os.truncate(second, 100)
     second_size = source.files[1].size
     third.unlink()
@@ -37,7 +37,7 @@ def test_each_kind_of_change_is_named_with_its_figures(source: StampedSource) ->
         (0, ("mtime",)),
         (1, ("size", "mtime")),
     ]
-    assert f"mtime {source.files[0].mtime_ns}, now 2" in report.changes[0].text
+    assert f"mtime {source.files[0].mtime_ns}, now 2000000000" in report.changes[0].text
     assert f"size {second_size}, now 100" in report.changes[1].text
     assert report.away == {2: f"{third}: stat: No such file or directory"}
 
