@@ -52,7 +52,7 @@ from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import PROMPT, Writing, run_demo
 from smoe_mp.errors import ConfigError, NoAnswer, SmoeError
 from smoe_mp.fit import fit, slots_in
-from smoe_mp.process import ExitWatch
+from smoe_mp.process import ExitWatch, ignore
 from smoe_mp.run import Sampling, speak
 from smoe_mp.runtime import (
     group_id,
@@ -95,7 +95,7 @@ def main() -> None:
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, SystemExit) and ended.code != 130:
             raise
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be a traceback of the interpreter's end
+        ignore(signal.SIGINT)  # one more would be a traceback of the interpreter's end
         sys.exit(130)
 
 

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
+from typing import Any
 
 import zmq
 
@@ -74,6 +75,25 @@ def _noticed(number: int, frame: FrameType | None) -> None:
     """The handler of all signals: the wake-up descriptor has it already."""
 
 
+def ignore(*numbers: int) -> None:
+    """Ignore these signals from now on; for the main thread of a process that is about to end.
+
+    One that comes while its handler is being taken away makes Python print a traceback later ("ignored due
+    to race condition").  A mask does not help: any thread takes it, numpy's among them.  It is to be ignored,
+    so nothing is said of it.
+    """
+    say = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, OSError) and "ignored due to race condition" in str(error)):
+            say(unraisable)
+
+    sys.unraisablehook = hook
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class SignalInbox:
     """SIGTERM, SIGINT, SIGHUP and SIGCHLD as bytes on a descriptor.  For the main thread, once a process.
 
@@ -100,11 +120,7 @@ class SignalInbox:
 
     def close(self) -> None:
         """Stop receiving, and ignore the stop signals from now on."""
-        # Blocked meanwhile: of one that comes while its handler is being changed Python complains on stderr.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ignore(*self._numbers)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.set_wakeup_fd(self._old_wakeup_fd)
         os.close(self.fd)

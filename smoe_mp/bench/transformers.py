@@ -277,7 +277,7 @@ class _Bench:
         ring = f"bench-{os.getpid()}-{next(_numbers)}"
         with contextlib.ExitStack() as stack:
             stack.callback(clear, ring)  # what a side that was killed left
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir=self.folder)))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="smoe-bench-")))
             group = None if side.limit is None else stack.enter_context(memory_group(side.limit))
             said = stack.enter_context((folder / "stderr").open("w+b"))
             command = [

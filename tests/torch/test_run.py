@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,7 @@ class Terminal:
     def __init__(self, *arguments: str | Path) -> None:
         pid, self._fd = pty.fork()
         if pid == 0:
+            os.environ["PYTHONFAULTHANDLER"] = "1"  # SIGABRT has it say where it hangs
             os.execv(sys.executable, [sys.executable, "-m", "smoe_mp", "run", *map(str, arguments)])
         self.pid, self.shown, self._seen = pid, "", 0
 
@@ -321,15 +323,18 @@ class Terminal:
     def end(self, keys: str) -> int:
         """Type `keys` until the program ends; its exit status.  Once may not do: readline has no eye for a
         signal that comes between its prompt and its wait."""
+        deadline = time.monotonic() + LIMIT_S
         self.type(keys)
-        for _ in range(LIMIT_S):
-            if select.select([self._fd], [], [], 1.0)[0]:
-                if not self._read():
-                    break
-            else:
+        while time.monotonic() < deadline:
+            if not select.select([self._fd], [], [], 1.0)[0]:
                 self.type(keys)
-        os.close(self._fd)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            elif not self._read():
+                os.close(self._fd)
+                return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.kill(self.pid, signal.SIGABRT)
+        while self._read():
+            pass
+        raise AssertionError(f"did not end in {LIMIT_S} s: {self.shown!r}")
 
     def _read(self) -> bool:
         if not select.select([self._fd], [], [], LIMIT_S)[0]:
