@@ -19,6 +19,7 @@ Which of an expert's tensors make a slice of a parameter is a `Recipe`.  The tag
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -60,6 +61,7 @@ class Stream:
     def __init__(self) -> None:
         self._ring: Ring | None = None
         self.threads = 1
+        self.cache: Any = None  # an ExpertCache, where the model computes on a GPU
         self.local = threading.local()
 
     @property
@@ -293,10 +295,19 @@ class ExpertLayer:
         order = rows.topk(min(rows.shape[-1], top_k + ranks)).indices[:, top_k:].t().flatten().tolist()
         return [e for e in dict.fromkeys(order) if e not in used]
 
+    def guess(self, used: Sequence[int], top_k: int) -> None:
+        """Behind the demand: a guess is read when no demand waits."""
+        ring = self.stream.ring
+        if (ranks := ring.speculation_ranks) and (guesses := self.guesses(used, top_k, ranks)):
+            ring.speculate(self.number, guesses)
+
     def run(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The family's eager forward on streamed weights."""
         hidden, index, weights = _arguments(args, kwargs)
         self._refuse_misuse(module, hidden, weights)
+        if self.stream.cache is not None:
+            device: Any = importlib.import_module("smoe_mp.transformers.device")
+            return device.run_compact(self, module, hidden, index, weights)
         wanted = sorted(e for e in set(index.unique().tolist()) if 0 <= e < self.n_experts)
         forward = type(module).forward
         eager = getattr(forward, "__wrapped__", forward)
@@ -316,8 +327,12 @@ class ExpertLayer:
                 f"{self.name}: gradients are wanted, but autograd would keep views of experts whose slots are"
                 " reused: run under torch.no_grad() or torch.inference_mode()"
             )
-        if hidden.device.type != "cpu":
-            raise ModelError(f"{self.name}: runs on the CPU only, not yet on {hidden.device}")
+        own = torch.device("cpu") if self.stream.cache is None else self.stream.cache.device
+        if hidden.device.type != own.type:
+            raise ModelError(
+                f"{self.name}: its experts come to {own}, and it was called on {hidden.device}: load it with"
+                f" device={str(hidden.device)!r}"
+            )
 
 
 class Pass:
@@ -337,21 +352,13 @@ class Pass:
             except StopIteration:
                 raise self._out_of_order(expert) from None
         if first:
-            self._guess()
+            self.layer.guess(self._wanted, self._top_k)
         if self._current.expert != expert:
             raise self._out_of_order(expert)
         return self._current
 
     def close(self) -> None:
         self._waves.close()
-
-    def _guess(self) -> None:
-        """Behind the demand: a guess is read when no demand waits."""
-        ring = self.layer.stream.ring
-        if ranks := ring.speculation_ranks:
-            guesses = self.layer.guesses(self._wanted, self._top_k, ranks)
-            if guesses:
-                ring.speculate(self.layer.number, guesses)
 
     def _out_of_order(self, expert: int) -> RingError:
         return RingError(

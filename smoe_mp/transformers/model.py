@@ -255,14 +255,14 @@ def _cast(name: str) -> Callable[..., Any]:
 
 def _move(device: str) -> Callable[..., Any]:
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(f"streamed experts run on the CPU only, not yet on {device}")
+        raise ModelError(f"streamed experts are not moved: load the model with device={device!r}")
 
     return move
 
 
 def _refuse_move(model: Any, device: Any, dtype: Any) -> None:
-    if device is not None and device.type != "cpu":
-        raise ModelError(f"streamed experts run on the CPU only, not yet on {device}")
+    if device is not None and device.type != model.device.type:
+        raise ModelError(f"streamed experts are not moved: load the model with device={str(device)!r}")
     if dtype is not None and dtype != model.dtype:
         raise ModelError(
             f"the model is {model.dtype} and its experts come as that: load it with dtype={dtype} instead of"

@@ -1,0 +1,242 @@
+"""Experts in GPU memory: the cache before the ring, and whole models on it.
+
+Everything runs on the CPU too, where a copy has ended when it returns; with CUDA it runs there as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import tinymodels  # noqa: E402
+from support import Served, serve  # noqa: E402
+from systems import make_vault  # noqa: E402
+from test_families import assert_alike, prompt  # noqa: E402
+
+import smoe_mp  # noqa: E402
+import smoe_mp.transformers  # noqa: E402
+from smoe_mp.cuda import ExpertCache, Pinned, pin  # noqa: E402
+from smoe_mp.errors import ConfigError, ModelError, RingError  # noqa: E402
+from smoe_mp.ring import TensorInfo  # noqa: E402
+from smoe_mp.sources import open_source  # noqa: E402
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+Streamed = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def vault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vault(tmp_path_factory.mktemp("v") / "v.smoe", layers=2, experts=12)
+
+
+@pytest.fixture
+def served(vault: Path) -> Iterator[Served]:
+    with serve(open_source(vault), slots=6, workers=2) as served:
+        yield served
+
+
+def bytes_of(expert: smoe_mp.Expert) -> bytes:
+    return bytes(expert.parts[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_cache_is_an_exact_lru_of_the_ring_s_bytes(served: Served, device: str) -> None:
+    with served.attach() as ring:
+        wanted = {}
+        for layer in range(2):
+            for expert in ring.as_ready(layer, range(12)):
+                wanted[layer, expert.expert] = bytes_of(expert)
+        cache = ExpertCache(ring, 5 * ring.slot_bytes + 7, device)
+        assert cache.slots == 5
+        lru: OrderedDict[tuple[int, int], None] = OrderedDict()
+        hits = misses = 0
+        rng = np.random.default_rng(1)
+        for _ in range(200):
+            layer = int(rng.integers(2))
+            experts = [int(e) for e in rng.choice(12, size=int(rng.integers(1, 6)), replace=False)]
+            for e in (e for e in experts if (layer, e) in lru):
+                lru.move_to_end((layer, e))
+                hits += 1
+            missing = [e for e in experts if (layer, e) not in lru]
+            misses += len(missing)
+            with cache.hold(layer, experts) as held:
+                for e, there in zip(experts, held, strict=True):
+                    assert bytes(there.memory.cpu().numpy()[: len(wanted[layer, e])]) == wanted[layer, e]
+            # What was missing came in the order in which it landed: only as a set is it known here.
+            held_now = {(layer, e) for e in experts}
+            while len(lru) + len(missing) > 5:
+                lru.pop(next(key for key in lru if key not in held_now))
+            for e in missing:
+                lru[layer, e] = None
+            assert set(cache._used) == set(lru)
+            lru = OrderedDict.fromkeys(cache._used)
+        assert (cache.stats.hits, cache.stats.misses) == (hits, misses)
+        assert cache.stats.evictions == misses - 5
+        cache.close()
+    served.assert_quiet()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_in_gpu_memory_are_those_of_the_ring(served: Served, device: str) -> None:
+    with served.attach() as ring:
+        cache = ExpertCache(ring, 4 * ring.slot_bytes, device)
+        with cache.hold(1, [7, 2]) as held, ring.fetch(1, [7, 2]) as batch:
+            for there, expert in zip(held, batch, strict=True):
+                for name in ("gate", "up", "down"):
+                    wanted = torch.from_numpy(expert.dequantize(name))
+                    assert torch.equal(there.tensor(name, torch.float32).cpu(), wanted)
+                    made = there.tensor(name, torch.bfloat16).cpu()
+                    assert torch.equal(made, wanted.to(torch.bfloat16))
+            held[0].tensors["odd"] = TensorInfo("odd", "U8", (3,), 0, 3)
+            with pytest.raises(RingError, match="no torch operations"):
+                held[0].tensor("odd", torch.float32)
+        cache.close()
+
+
+def test_what_does_not_fit_is_refused(served: Served) -> None:
+    with served.attach() as ring:
+        with pytest.raises(ConfigError, match="no room for an expert"):
+            ExpertCache(ring, ring.slot_bytes - 1, "cpu")
+        cache = ExpertCache(ring, 2 * ring.slot_bytes, "cpu")
+        with pytest.raises(RingError, match=r"3 experts at once: .* has 2 slots"), cache.hold(0, [1, 2, 3]):
+            pass
+        with cache.hold(0, [1, 2]), pytest.raises(RingError, match="are held"), cache.hold(0, [3]):
+            pass
+        with cache.hold(0, [3]):  # they were given back
+            pass
+        assert served.census()["held"] == 0
+
+
+def test_a_mapping_is_registered_in_chunks_and_let_go_before_it_goes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smoe_mp.cuda.CHUNK_BYTES", 2 * 16384)
+    registered: dict[int, int] = {}
+
+    def register(pointer: int, size: int) -> int:
+        registered[pointer] = size
+        return 0
+
+    ring = served.attach()
+    pinned = Pinned(ring, register, registered.pop)
+    assert sum(registered.values()) == pinned.nbytes == ring.slots * ring.slot_bytes
+    assert len(registered) > 1
+    places = sorted(registered)
+    assert all(a + registered[a] == b for a, b in itertools.pairwise(places))
+    ring.close()
+    assert registered  # the mapping is there for as long as it is registered
+    del pinned
+    gc.collect()
+    assert not registered
+
+
+def test_a_refusal_leaves_nothing_registered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smoe_mp.cuda.CHUNK_BYTES", 2 * 16384)
+    registered: dict[int, int] = {}
+
+    def register(pointer: int, size: int) -> int:
+        if len(registered) == 2:
+            return 801
+        registered[pointer] = size
+        return 0
+
+    with (
+        served.attach() as ring,
+        pytest.raises(RingError, match=r"cudaHostRegister of \d+ bytes.*: error 801"),
+    ):
+        Pinned(ring, register, registered.pop)
+    assert not registered
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_without_cuda_it_says_so(served: Served, tmp_path: Path) -> None:
+    with served.attach() as ring, pytest.raises(ConfigError, match="no CUDA device"):
+        ring.pin_cuda()
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    for device, said in (
+        ("cuda", "no CUDA device"),
+        ("xpu", "on the CPU and with CUDA"),
+        ("x", "device='x'"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            smoe_mp.transformers.load(path, device=device)
+    with pytest.raises(ModelError, match="gpu_cache_gb=1"):
+        smoe_mp.transformers.load(path, gpu_cache_gb=1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_registered_ring_is_pinned_to_torch(served: Served) -> None:
+    with served.attach() as ring:
+        pinned = pin(ring)
+        assert pinned is not None
+        with ring.fetch(0, [1]) as batch:
+            assert torch.from_numpy(batch[0].raw).is_pinned()
+        pinned.close()
+        with ring.fetch(0, [1]) as batch:
+            assert not torch.from_numpy(batch[0].raw).is_pinned()
+
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe")
+
+
+def grouped(path: Path, device: str) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation="grouped_mm")
+    return model.to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [3, 100])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_a_cache_is_the_resident_one(
+    family: str, slots: int, device: str, tmp_path: Path, streamed: Streamed
+) -> None:
+    path = tinymodels.write(family, tmp_path / "m", torch.bfloat16)
+    model = streamed(path)
+    torch.nn.Module.to(model, device)
+    ring = smoe_mp.transformers.ring_of(model)
+    cache = model._smoe_stream.cache = ExpertCache(ring, slots * ring.slot_bytes, device)
+    assert smoe_mp.transformers.cache_of(model) is cache
+    reference = grouped(path, device)
+    if device == "cpu":
+        assert_alike(model, reference)
+    else:
+        ids = prompt().to(device)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, reference(ids).logits)
+    asked = cache.stats.hits + cache.stats.misses
+    assert asked > 0
+    if slots == 100:
+        assert cache.stats.evictions == 0
+        assert cache.stats.hits > 0
+
+
+def test_another_device_than_the_experts_is_refused(tmp_path: Path, streamed: Streamed) -> None:
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    model = streamed(path)
+    experts = model.model.layers[1].mlp.experts
+    hidden = torch.zeros(2, model.config.hidden_size, dtype=torch.bfloat16, device="meta")
+    index = torch.zeros(2, 2, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(ModelError, match="load it with device='meta'"):
+        experts(hidden, index, torch.ones(2, 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_load_onto_cuda(tmp_path: Path) -> None:
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    model = smoe_mp.transformers.load(path, device="cuda", dtype=torch.bfloat16)
+    assert model.device.type == "cuda"
+    reference = grouped(path, "cuda")
+    ids = prompt().to("cuda")
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), reference.generate(ids, **settings))
+    assert torch.equal(model(ids).logits, reference(ids).logits)
