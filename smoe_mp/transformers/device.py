@@ -2,8 +2,8 @@
 
 The resident model keeps all experts of a layer in one tensor and multiplies groups of rows with the experts
 that they were routed to.  Here a tensor of the experts in use is made for each pass, out of a cache in GPU
-memory (`smoe_mp.cuda`), and the same function runs on it, with the experts numbered anew: each row meets the same
-weights in the same kernel, so the results are those of `experts_implementation="grouped_mm"`.
+memory (`smoe_mp.cuda`), and the same function runs on it, with the experts numbered anew: each row meets the
+same weights in the same kernel, so the results are those of `experts_implementation="grouped_mm"`.
 
 Which experts a token wants is known on the GPU first; asking for it waits for the GPU once a layer.
 """
