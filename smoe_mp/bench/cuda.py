@@ -135,7 +135,7 @@ class _Copies:
     def _experts(self) -> list[tuple[int, Sequence[int]]]:
         """COPY_EXPERTS experts that are not in the ring: of the next layers."""
         per_layer = self._shape.experts
-        found = []
+        found: list[tuple[int, Sequence[int]]] = []
         left = COPY_EXPERTS
         while left:
             self._layer = (self._layer + 1) % self._shape.layers
@@ -240,7 +240,8 @@ def _ours(torch: Any, folder: Path, shape: Shape, share: float) -> Callable[[], 
 
 def _decode(torch: Any, model: Any, prompt: Any, rounds: int) -> tuple[list[float], list[int]]:
     """Tokens/s of each round, the first not counted, and the text."""
-    rates, text = [], []
+    rates: list[float] = []
+    text: list[int] = []
     for _ in range(rounds + 1):
         short = _clock(torch, model, prompt, 1)[0]
         took, text = _clock(torch, model, prompt, TOKENS)
