@@ -60,9 +60,11 @@ class Pinned:
         self._handle = ring._open()
         base = int(ffi.cast("uintptr_t", lib.smoe_slot_data(self._handle.ptr, 0)))
         self.nbytes = ring.slots * ring.slot_bytes
+        # Whole slots: a copy out of memory of two registrations is refused.
+        chunk = max(1, CHUNK_BYTES // ring.slot_bytes) * ring.slot_bytes
         done: list[int] = []
-        for start in range(0, self.nbytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, self.nbytes - start)
+        for start in range(0, self.nbytes, chunk):
+            size = min(chunk, self.nbytes - start)
             if code := register(base + start, size):
                 _unregister(unregister, done)
                 raise RingError(
