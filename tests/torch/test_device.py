@@ -214,7 +214,9 @@ def test_a_model_with_a_cache_is_the_resident_one(
     else:
         ids = prompt().to(device)
         with torch.no_grad():
-            assert torch.equal(model(ids).logits, reference(ids).logits)
+            for _ in range(2):
+                with torch.no_grad():
+        assert torch.equal(model(ids).logits, reference(ids).logits)
     asked = cache.stats.hits + cache.stats.misses
     assert asked > 0
     if slots == 100:
@@ -241,4 +243,5 @@ def test_load_onto_cuda(tmp_path: Path) -> None:
     ids = prompt().to("cuda")
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **settings), reference.generate(ids, **settings))
-    assert torch.equal(model(ids).logits, reference(ids).logits)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, reference(ids).logits)
