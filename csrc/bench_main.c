@@ -131,6 +131,7 @@ struct bench_ring {
     smoe_ring *r;      /* as client */
     smoe_ring *worker; /* as worker, where no process serves it: demands are served by `serve` */
     uint32_t worker_pid;
+    smoe_ring *recorder; /* of traces */
     smoe_info info;
     uint32_t *resident; /* expert in each slot */
     int64_t *shuffled;  /* the residents in random order */
@@ -140,11 +141,17 @@ struct bench_ring {
     uint64_t random;
 };
 
-static void attach_client(struct bench_ring *b, const char *name) {
+static smoe_ring *attach(const char *name, int role) {
+    smoe_ring *r;
     smoe_error e = {0};
-    int rc = smoe_attach(name, SMOE_ROLE_CLIENT, 0, "smoe-bench", &b->r, &e);
+    int rc = smoe_attach(name, role, 0, "smoe-bench", &r, &e);
     if (rc < 0)
         die_of(name, rc, &e);
+    return r;
+}
+
+static void attach_client(struct bench_ring *b, const char *name) {
+    b->r = attach(name, SMOE_ROLE_CLIENT);
     b->name = name;
     b->random = 1;
     smoe_get_info(b->r, &b->info);
@@ -161,10 +168,7 @@ static void attach_worker(struct bench_ring *b) {
             b->worker_pid = seen[i].pid;
     if (b->worker_pid)
         return;
-    smoe_error e = {0};
-    int rc = smoe_attach(b->name, SMOE_ROLE_WORKER, 0, "smoe-bench", &b->worker, &e);
-    if (rc < 0)
-        die_of(b->name, rc, &e);
+    b->worker = attach(b->name, SMOE_ROLE_WORKER);
 }
 
 /* Publish whatever is queued, unread: nobody looks at these bytes. */
@@ -359,8 +363,9 @@ static int bare(const struct options *o) {
 
 /* --- hit: acquire and release of residents ------------------------------------------------------------ */
 
-enum hit_kind { HIT_HOT, HIT_RANDOM, HIT_BATCH, HIT_LOAD, HIT_KINDS };
-static const char *const hit_names[HIT_KINDS] = {"one hot", "random", "batch of 8, random", "one load"};
+enum hit_kind { HIT_HOT, HIT_RANDOM, HIT_RECORDED, HIT_BATCH, HIT_BATCH_RECORDED, HIT_LOAD, HIT_KINDS };
+static const char *const hit_names[HIT_KINDS] = {
+    "one hot", "random", "random, recorded", "batch of 8, random", "batch of 8, random, recorded", "one load"};
 
 #define CHAIN_WORDS 16u /* words of a record */
 
@@ -383,12 +388,13 @@ static double time_chain(struct bench_ring *b, uint64_t ops) {
     return (double)ns / (double)ops;
 }
 
-/* ns for one acquire + release. */
+/* ns for one acquire + release.  What is recorded nobody reads: clients wait for no recorder. */
 static double time_hits(struct bench_ring *b, enum hit_kind kind, uint64_t ops) {
-    uint32_t n = kind == HIT_BATCH ? BATCH : 1, slots = b->info.n_slots, at = b->at;
+    uint32_t n = kind == HIT_BATCH || kind == HIT_BATCH_RECORDED ? BATCH : 1, slots = b->info.n_slots, at = b->at;
     uint64_t missed = 0;
     smoe_hold holds[BATCH];
     smoe_error e = {0};
+    smoe_trace_record(b->recorder, kind == HIT_RECORDED || kind == HIT_BATCH_RECORDED);
     uint64_t began = plat_now_ns();
     for (uint64_t i = 0; i < ops; i++) {
         if (kind == HIT_HOT)
@@ -411,6 +417,7 @@ static int hit(const struct options *o) {
     double *ns = allocate(o->repeats, sizeof *ns);
     for (uint32_t i = 0; i < o->n_names; i++) {
         attach_client(&rings[i], o->names[i]);
+        rings[i].recorder = attach(o->names[i], SMOE_ROLE_TRACE);
         fill(&rings[i]);
         make_chain(&rings[i]);
     }
@@ -423,8 +430,10 @@ static int hit(const struct options *o) {
                        rings[i].info.n_slots, hit_names[kind], median(ns, o->repeats));
                 fflush(stdout);
             }
-    for (uint32_t i = 0; i < o->n_names; i++)
+    for (uint32_t i = 0; i < o->n_names; i++) {
+        smoe_detach(rings[i].recorder);
         smoe_detach(rings[i].r);
+    }
     return 0;
 }
 

@@ -527,6 +527,8 @@ static int open_control(const char *name, struct smoe_header *h, bool any_state,
     memset(h, 0, sizeof *h);
     if (fstat(fd, &st) != 0)
         rc = fail_errno(e, "fstat");
+    else if (st.st_mode & S_IWOTH) /* never made so: a stranger's, who would have us attach to it */
+        rc = fail(e, -EACCES, "segment mode", EACCES, 0660, st.st_mode & 0777);
     else if ((uint64_t)st.st_size < sizeof *h)
         rc = may_be_ours(fd, (size_t)st.st_size)
                  ? fail(e, SMOE_ENOTLIVE, "segment size", 0, sizeof *h, (uint64_t)st.st_size)

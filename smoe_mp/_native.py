@@ -134,8 +134,16 @@ def _attach_error(code: int, error: Error, name: str) -> errors.SmoeError | None
         return errors.NoSuchRing(where + "its data segment is gone: stop and start `smoe-mp up`")
     if code == -errno.ENOENT:
         return errors.NoSuchRing(where + "there is none: start `smoe-mp up`, or look at the name")
+    if code == -errno.EACCES and step == "segment mode":
+        return errors.SegmentError(
+            where + f"anybody may write it{_owner(name)}: no smoe-mp made it so, and it is not to be trusted:"
+            " remove it, or choose another name"
+        )
     if code in (-errno.EACCES, -errno.EPERM) and step.startswith("shm_open"):
-        return errors.SegmentError(where + f"{step}: permission denied for uid {os.geteuid()}{_owner(name)}")
+        return errors.SegmentError(
+            where + f"{step}: permission denied for uid {os.geteuid()}{_owner(name)}; [access] group opens a"
+            " system to a group"
+        )
     if code == lib.SMOE_EABI:
         return errors.SegmentError(
             where + f"was made by another version or build: {step} is {error.got:#x}, this build's is "
@@ -161,8 +169,7 @@ def _owner(name: str) -> str:
         st = os.stat(f"/dev/shm/smoe.{name}")
     except OSError:
         return ""
-    mode = f"mode {st.st_mode & 0o777:04o}"
-    return f": it belongs to uid {st.st_uid}, {mode}; [access] group opens a system to a group"
+    return f": it belongs to uid {st.st_uid}, mode {st.st_mode & 0o777:04o}"
 
 
 def raise_error(code: int, error: Error, name: str, ring: Any = None) -> NoReturn:

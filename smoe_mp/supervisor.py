@@ -694,7 +694,7 @@ class Supervisor:
             )
 
         if os.getpid() == 1:
-            reap_orphans([child.pid for child in (*self._workers.all, *self._prewarm.all)])
+            reap_orphans([child.pid for child in (*self._workers.all, *self._helpers)])
         if (health := self._health()) != self._said_health:
             self._said_health = health
             self._notify.status(self._summary())
@@ -747,13 +747,17 @@ class Supervisor:
             if number in STOP_SIGNALS:
                 self._stop_reason = self._stop_reason or signal.Signals(number).name
 
+    @property
+    def _helpers(self) -> list[Child]:
+        """Children that are no workers."""
+        return [*self._prewarm.all, *self._metrics.all, *self._checking.children]
+
     def _end_children(self) -> None:
         self._state = "stopping"
         self._tell_state()
-        helpers = [*self._prewarm.all, *self._metrics.all, *self._checking.children]
-        for child in helpers:
+        for child in self._helpers:
             child.send(signal.SIGTERM)
-        children = [*self._workers.all, *helpers]
+        children = [*self._workers.all, *self._helpers]
         for child in end_all(children, self._loop, GRACE_S, TERM_S, KILL_S):
             self._say(f"{child.label} (pid {child.pid}) cannot be ended: its read hangs", logging.WARNING)
         for child in children:

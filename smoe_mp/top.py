@@ -305,7 +305,7 @@ class Top:
 
     def _ask(self) -> None:
         try:
-            self.view.status = self._control.call(Status())
+            self.view.status = self._control.call(Status(memory=False))  # a look at all its pages takes long
         except NoAnswer:
             self.view.note = "the supervisor does not answer"
 
@@ -321,7 +321,7 @@ class Top:
                 self._control.call(Prewarm(action="resume" if paused else "pause"))
                 self.view.note = "prewarm goes on" if paused else "prewarm is paused"
             elif key in "+-":
-                count = sum(p["role"] == "worker" for p in self._sample.participants)
+                count = len(self._control.call(Status(memory=False)).workers)
                 wanted = min(127, max(1, count + (1 if key == "+" else -1)))
                 self._control.call(Workers(count=wanted))
                 self.view.note = f"{wanted} workers from now on"

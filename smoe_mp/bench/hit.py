@@ -2,7 +2,8 @@
 
 In C `smoe-bench hit` attaches all rings at once and goes round them: one hot expert, random residents, and
 batches of 8 random residents, acquire and release together, thousands a sample.  From Python the same on
-one of the rings: `with ring.fetch(...)` for one and for a batch of 8, and `acquire` with `release`.
+one of the rings: `with ring.fetch(...)` for one and for a batch of 8, and `acquire` with `release`.  What a
+trace costs is shown by the same calls while one is recorded; its records are read only afterwards.
 Beside them stands what the machine's memory costs alone: one load of a 128-byte record out of as many as
 there are slots, each address known from the load before (`one load`).  A large ring's slots do not fit the
 caches, and a hit in it cannot cost less than the lines that it has to fetch.
@@ -22,6 +23,7 @@ from smoe_mp.bench import Figure, Progress, Report, Share
 from smoe_mp.bench.rings import BenchRing, bench_ring, flat_source, memory_file, native
 from smoe_mp.bench.stats import Goal, median
 from smoe_mp.ring import Ring
+from smoe_mp.trace import Recorder
 
 EXPERT_BYTES = 16384
 SLOTS = (64, 256, 1024, 4096, 16384)
@@ -30,6 +32,7 @@ BATCH = 8
 AT_MOST_NS = 200.0
 FLAT = 1.5
 JUDGED = ("one hot", "random")
+RECORDED = ", recorded"
 
 WHAT = (
     "ns of acquire + release of resident experts, at several ring sizes: in C one hot expert, random"
@@ -62,8 +65,20 @@ def run(progress: Progress, *, quick: bool = False, slots: Sequence[int] = SLOTS
         report.figures.append(Figure(f"C, {kind}, {n} slots", "ns", values, goal))
     for kind, values in python.items():
         report.figures.append(Figure(f"Python, {kind}, {_slots(served)} slots", "ns", values))
+    kinds = list(dict.fromkeys(kind for kind, _ in c))
     if len(sizes) > 1:
-        report.shares = [_flatness(c, kind, sizes) for kind in dict.fromkeys(kind for kind, _ in c)]
+        report.shares = [_flatness(c, kind, sizes) for kind in kinds if not kind.endswith(RECORDED)]
+    report.shares += [
+        Share(f"a trace, C, {kind}, {n} slots: recorded / not", c[kind + RECORDED, n], c[kind, n])
+        for kind in kinds
+        if kind + RECORDED in kinds
+        for n in sizes
+    ]
+    report.shares += [
+        Share(f"a trace, Python, {kind}: recorded / not", python[kind + RECORDED], python[kind])
+        for kind in python
+        if kind + RECORDED in python
+    ]
     return report
 
 
@@ -110,7 +125,9 @@ def _in_python(
     eights = [[shuffled[(i * BATCH + k) % len(shuffled)] for k in range(BATCH)] for i in range(ops)]
     kinds: dict[str, tuple[Callable[[Ring, Sequence[list[int]]], None], list[list[int]]]] = {
         "fetch one": (_fetch, ones),
+        f"fetch one{RECORDED}": (_fetch, ones),
         "fetch 8": (_fetch, eights),
+        f"fetch 8{RECORDED}": (_fetch, eights),
         "acquire + release one": (_acquire, ones),
         "acquire + release 8": (_acquire, eights),
     }
@@ -118,7 +135,9 @@ def _in_python(
     with smoe_mp.attach(served.name, "bench hit") as ring:
         for at in range(rounds):
             for kind, (call, batches) in kinds.items():
-                found[kind].append(median([_timed(call, ring, batches) for _ in range(repeats)]))
+                recorder = Recorder(served.name) if kind.endswith(RECORDED) else contextlib.nullcontext()
+                with recorder:
+                    found[kind].append(median([_timed(call, ring, batches) for _ in range(repeats)]))
             progress("from Python", at + 1, rounds)
     return found
 

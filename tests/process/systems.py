@@ -259,15 +259,13 @@ class System:
 
 def wait_prewarmed(system: System) -> StatusResult:
     """Wait until prewarm has made its pass and what it asked for has been read; the status then."""
-    seen: list[StatusResult] = []
 
     def there() -> bool:
-        seen.append(system.look())
-        census = seen[-1].ring.census
-        return seen[-1].prewarm.state == "idle" and census["queued"] == census["reading"] == 0
+        seen = system.look()
+        return seen.prewarm.state == "idle" and seen.ring.census["queued"] == seen.ring.census["reading"] == 0
 
     until(there, "an end of prewarm's pass")
-    return seen[-1]
+    return system.look()  # the counters of the last look may be older than the state in it
 
 
 class Up(Protocol):

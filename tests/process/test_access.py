@@ -312,3 +312,18 @@ def test_root_serves_for_a_user(start: Starter, name: str, place: Path) -> None:
         pass
     system.signal(signal.SIGTERM)
     assert system.wait() == 0
+
+
+def test_a_ring_that_anybody_may_write(start: Starter, name: str) -> None:
+    """A stranger's, made to be attached to by those who expect another under that name."""
+    start("prewarm.enabled = false\n")
+    control, data = SHM / f"smoe.{name}", SHM / f"smoe.{name}.d"
+    control.chmod(0o666)
+    data.chmod(0o644)
+    done = fetched(STRANGER, name)
+    assert f"anybody may write it: it belongs to uid {OWNER.uid}, mode 0666" in done.stderr
+    assert done.stdout == ""
+    control.chmod(0o606)  # open to all but the group
+    assert "anybody may write it" in fetched(STRANGER, name).stderr
+    control.chmod(0o600)
+    assert fetched(OWNER, name).stderr == ""

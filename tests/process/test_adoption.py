@@ -259,7 +259,7 @@ def patch(name: str, offset: int, value: int, size: int = 4) -> None:
 
 def spoil_slot(word: int, vault: Path, name: str) -> None:
     """Put a word in the place of the first slot's, which is resident."""
-    at = int.from_bytes(control_segment(name).read_bytes()[288:296], "little")  # off_words
+    at = int.from_bytes(control_segment(name).read_bytes()[296:304], "little")  # off_words
     assert int.from_bytes(control_segment(name).read_bytes()[at : at + 8], "little") & 7 in (3, 4)
     patch(name, at, word, 8)
 

@@ -55,15 +55,21 @@ def nothing_left() -> Iterator[None]:
 
 def test_hit(steps: Steps) -> None:
     report = hit.run(steps, quick=True, slots=(16, 64))
-    kinds = ("one hot", "random", "batch of 8, random", "one load")
-    names = [f"C, {kind}, {n} slots" for kind in kinds for n in (16, 64)]
-    assert [f.name for f in report.figures][:8] == names
-    assert [f.name for f in report.figures][8:] == [
-        f"Python, {kind}, 64 slots"
-        for kind in ("fetch one", "fetch 8", "acquire + release one", "acquire + release 8")
+    traced = ("random", "batch of 8, random")
+    kinds = ("one hot", *(kind + end for kind in traced for end in ("", ", recorded")), "one load")
+    from_python = ("fetch one", "fetch one, recorded", "fetch 8", "fetch 8, recorded")
+    assert [f.name for f in report.figures] == [
+        *(f"C, {kind}, {n} slots" for kind in kinds for n in (16, 64)),
+        *(f"Python, {kind}, 64 slots" for kind in from_python),
+        *(f"Python, acquire + release {n}, 64 slots" for n in ("one", "8")),
     ]
     assert all(len(f.values) == report.settings["rounds"] and min(f.values) > 0 for f in report.figures)
-    assert len(report.shares) == 4
+    shares = [share.name for share in report.shares]
+    assert [name for name in shares if name.startswith("a trace")] == [
+        *(f"a trace, C, {kind}, {n} slots: recorded / not" for kind in traced for n in (16, 64)),
+        *(f"a trace, Python, {kind}: recorded / not" for kind in ("fetch one", "fetch 8")),
+    ]
+    assert len(shares) == 4 + 6
     assert all(share.ratio.n == report.settings["rounds"] for share in report.shares)
 
 

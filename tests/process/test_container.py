@@ -24,6 +24,7 @@ from systems import (
     User,
     assert_nothing_left,
     bytes_of,
+    kill_and_wait,
     make_vault,
     pids_of,
     segments_of,
@@ -114,20 +115,21 @@ def container(name: str, place: Path, before: list[str], more: str = "") -> Iter
 
 def test_pid_1(name: str, place: Path) -> None:
     """A signal reaches it, it reaps who is orphaned in its container, and its stop leaves nothing."""
-    with container(name, place, contained(ROOT, shm="64m")) as system:
+    metrics = 'metrics.listen = "127.0.0.1:0"\n'
+    with container(name, place, contained(ROOT, shm="64m"), metrics) as system:
         pid = inner(system.process)
-        workers = pids_of(name)
-        assert len(workers) == 3
+        children = pids_of(name)
+        assert len(children) == 4  # 2 workers, prewarm, metrics
         orphan = "sleep 0.01 & sleep 0.01 & exit"  # their parent ends at once
         inside = ["nsenter", "--target", str(pid), "--pid", "--mount", "sh", "-c", orphan]
         subprocess.run(inside, check=True, timeout=LIMIT_S)
-        until(lambda: sorted(children_of(pid)) == sorted(workers), "the orphans are reaped")
-        os.kill(workers[0], signal.SIGKILL)  # one of its own is reaped, and told of, as ever
-        until(lambda: len(pids_of(name)) == 3 and workers[0] not in pids_of(name), "another worker")
+        until(lambda: sorted(children_of(pid)) == sorted(children), "the orphans are reaped")
+        kill_and_wait(*children)  # its own are reaped, and told of, as ever
+        until(lambda: len(pids_of(name)) == 4, "others in their places")
         system.signal(signal.SIGTERM)
         assert system.wait() == 0
         assert system.lines[-2:] == ["stopping: SIGTERM", f"stopped: ring {name} removed"]
-        assert any("was killed by SIGKILL" in line for line in system.lines)
+        assert sum("was killed by SIGKILL" in line for line in system.lines) == 4
         assert system.errors() == ""
 
 

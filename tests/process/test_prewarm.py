@@ -144,7 +144,7 @@ def test_what_a_trained_model_learned_makes_the_next_runs_first_token_cheaper(
     costs = []
     for _ in range(2):
         system = up(vault=vault, slots=256)
-        wait_state(system, "idle", 128)
+        wait_done(system, 128)
         with smoe_mp.attach(ring_name) as ring, ring.busy():
             engine, before = Engine.open(models.TINY, ring), ring.stats()
             next(engine.generate(b"class ", 1))

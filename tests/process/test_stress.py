@@ -51,7 +51,9 @@ def test_no_foreign_byte_and_no_deadlock(tmp_path: Path, slots: int, rounds: int
         assert counters["failed_reads"] == counters["timeouts"] == counters["read_errors"] == 0
         # A guess that nobody wants may lose its slot to a demand before it is read; a demand may not.
         asked = counters["misses"] + counters["promoted"]
-        assert asked <= counters["reads"] <= counters["misses"] + counters["guesses"]
+        assert asked <= counters["reads"]
+        # A call that a signal interrupted counts nothing; asked again, it finds its own reads and joins them.
+        assert counters["reads"] <= counters["misses"] + counters["joins"] + counters["guesses"]
         served.assert_quiet()
         assert served.segments.recover()["clients"] == 0
 

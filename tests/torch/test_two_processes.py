@@ -36,7 +36,8 @@ for line in sys.stdin:
         tokens = model.generate(torch.tensor(ask["ids"]), **ask["settings"]).tolist()
         if ask["each"]:
             print(json.dumps([tokens, {}]), flush=True)
-    counted = {key: value - start[key] for key, value in ring.stats()["client"].items()}
+    now = ring.stats()["client"]
+    counted = {key: value - start[key] for key, value in now.items() if isinstance(value, int)}
     print(json.dumps([tokens, counted]), flush=True)
 """
 
