@@ -105,10 +105,13 @@ def pin(ring: Ring) -> Pinned | None:
 
 
 class HeldExpert:
-    """An expert in GPU memory, for kernels of the stream that was current when it was taken."""
+    """An expert in GPU memory, for kernels of the stream that was current when it was taken.  `slot`: which
+    of the cache's; `memory`: its bytes; `tensors`: what lies where in them."""
 
-    def __init__(self, memory: torch.Tensor, tensors: dict[str, TensorInfo]) -> None:
-        self.memory, self.tensors = memory, tensors
+    __slots__ = ("memory", "slot", "tensors")
+
+    def __init__(self, slot: int, memory: torch.Tensor, tensors: dict[str, TensorInfo]) -> None:
+        self.slot, self.memory, self.tensors = slot, memory, tensors
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """The tensor's bytes, flat uint8, a view.  KeyError: there is none of that name."""
@@ -146,6 +149,7 @@ class _Slot:
     """A slot in GPU memory, and who holds it.  `filled`, `read`: events, when the copy into it and the last
     reading of it end; None: there was none."""
 
+    number: int
     memory: torch.Tensor
     tensors: dict[str, TensorInfo] | None = None
     holds: int = 0
@@ -170,8 +174,11 @@ class ExpertCache:
                 f"a cache of {nbytes} bytes in GPU memory has no room for an expert of {ring.slot_bytes}"
             )
         self.stats = CacheStats()
-        memory = torch.empty((self.slots, ring.slot_bytes), dtype=torch.uint8, device=self.device)
-        self._empty = [_Slot(memory[i]) for i in reversed(range(self.slots))]
+        #: By layer: parameters of a model as views over all slots, for whoever computes on them.
+        self.stacks: dict[int, dict[str, torch.Tensor | None]] = {}
+        #: All slots, uint8 [slots, slot_bytes].
+        self.memory = torch.empty((self.slots, ring.slot_bytes), dtype=torch.uint8, device=self.device)
+        self._empty = [_Slot(i, self.memory[i]) for i in reversed(range(self.slots))]
         self._used: OrderedDict[tuple[int, int], _Slot] = OrderedDict()  # the least recently used first
         self._copying: deque[tuple[Any, torch.Tensor]] = deque()  # (event, what is copied from)
         self._bounce: deque[tuple[Any, torch.Tensor]] = deque()  # (event of its last copy, buffer)
@@ -190,11 +197,13 @@ class ExpertCache:
         held: dict[int, _Slot] = {}
         try:
             missing = self._hold_resident(layer, experts, held)
-            self._let_go(wait=False)
-            for expert in self.ring.as_ready(layer, missing):
-                self._load((layer, expert.expert), expert, held)
+            if self._copying:
+                self._let_go(wait=False)
+            if missing:
+                for expert in self.ring.as_ready(layer, missing):
+                    self._load((layer, expert.expert), expert, held)
             self._await_copies(held)
-            yield [HeldExpert(slot.memory, slot.tensors or {}) for slot in (held[e] for e in experts)]
+            yield [HeldExpert(s.number, s.memory, s.tensors or {}) for s in (held[e] for e in experts)]
         finally:
             self._release(held)
 
@@ -204,6 +213,8 @@ class ExpertCache:
         self._used.clear()
         self._empty.clear()
         self._bounce.clear()
+        self.stacks.clear()
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
     def _hold_resident(self, layer: int, experts: Sequence[int], held: dict[int, _Slot]) -> list[int]:
         """Hold what is there; the others."""
@@ -273,10 +284,13 @@ class ExpertCache:
 
     def _await_copies(self, held: dict[int, _Slot]) -> None:
         """Have the current stream wait for what is still being copied."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self.device)
-            for slot in held.values():
-                current.wait_event(slot.filled)
+        for slot in held.values():
+            if slot.filled is None:
+                continue
+            if slot.filled.query():
+                slot.filled = None  # asked once: a hot expert costs no call any more
+            else:
+                torch.cuda.current_stream(self.device).wait_event(slot.filled)
 
     def _release(self, held: dict[int, _Slot]) -> None:
         read = None

@@ -8,6 +8,9 @@ Copies, in GB/s, each over the same experts of a random model:
     disk            into the ring alone, experts that no cache has
     disk to GPU     the same, and on to the GPU: `ExpertCache`, while the next ones are read
 
+Registration, in seconds: of rings of 1, 8 and 64 GB, as far as shared memory has room for them, by one
+client and by a second one beside it.
+
 Tokens/s of greedy decoding: stock transformers with everything on the GPU; with half of the experts' bytes
 offloaded to memory by `device_map="auto"`; ours with ring and cache in GPU memory at a quarter, half and all
 of the experts.  All get the same prompt, and ours and the first are held against each other: the same tokens.
@@ -18,10 +21,12 @@ rates say little about a trained model's.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -30,6 +35,7 @@ from typing import Any
 
 from smoe_mp.bench import Figure, Progress, Report
 from smoe_mp.bench.randommoe import Shape, build
+from smoe_mp.bench.rings import MEMORY_FOLDER, bench_ring, flat_source, memory_file
 from smoe_mp.bench.transformers import drop_caches
 from smoe_mp.errors import SmoeError
 from smoe_mp.launch import private_system
@@ -38,6 +44,8 @@ from smoe_mp.runtime import human_bytes
 
 WHAT = "Experts on a GPU: bytes/s on the way there, tokens/s of a model of random experts."
 COPY_EXPERTS = 48  # of one round of copies
+FEW = 4  # experts of a demand that is no long prompt's
+REGISTERED_GB, SLOT_BYTES = (1, 8, 64), 8 << 20
 PROMPT, TOKENS = 64, 48
 SHARES = (0.25, 0.5, 1.0)
 
@@ -64,6 +72,7 @@ def run(
     finally:
         copies.close()
     report.figures = [Figure(name, "GB/s", found) for name, found in values.items()]
+    report.figures += _registrations(progress)
     report.figures += _tokens(torch, folder, shape, rounds, progress)
     return report
 
@@ -91,7 +100,8 @@ class _Copies:
     def __init__(self, torch: Any, folder: Path, shape: Shape) -> None:
         self._torch, self._folder, self._shape = torch, folder, shape
         self._cuda: Any = importlib.import_module("smoe_mp.cuda")
-        self._system = private_system(folder, slots=2 * COPY_EXPERTS, settings={"prewarm.enabled": False})
+        # Room for what was read before: a long demand enters the LRU at its cold end.
+        self._system = private_system(folder, slots=4 * COPY_EXPERTS, settings={"prewarm.enabled": False})
         self._ring = attach(self._system.name, "bench")
         self._bytes = COPY_EXPERTS * shape.expert_bytes
         self._there = torch.empty((COPY_EXPERTS, self._ring.slot_bytes), dtype=torch.uint8, device="cuda")
@@ -144,9 +154,16 @@ class _Copies:
         return found
 
     def _from_ring(self, pinned: Any) -> float:
-        """What is in the ring already, by the cache's own copies."""
+        """What is in the ring already, by the cache's own copies.  SmoeError if it was not."""
         wanted = self._experts()
         self._read(self._ring, wanted)
+        before = self._ring.stats()["misses"]
+        rate = self._through_cache(wanted, pinned)
+        if self._ring.stats()["misses"] != before:
+            raise SmoeError("bench cuda: experts had left the ring before they were copied out of it")
+        return rate
+
+    def _through_cache(self, wanted: list[tuple[int, Sequence[int]]], pinned: Any) -> float:
         cache = self._cuda.ExpertCache(self._ring, COPY_EXPERTS * self._ring.slot_bytes, "cuda", pinned)
         try:
             return self._clocked(lambda: self._hold(cache, wanted))
@@ -160,8 +177,9 @@ class _Copies:
 
     def _read(self, ring: Ring, wanted: list[tuple[int, Sequence[int]]]) -> None:
         for layer, experts in wanted:
-            for _ in ring.as_ready(layer, experts):
-                pass
+            for at in range(0, len(experts), FEW):
+                for _ in ring.as_ready(layer, experts[at : at + FEW]):
+                    pass
 
     def _disk(self) -> float:
         drop_caches(self._folder)
@@ -170,12 +188,30 @@ class _Copies:
 
     def _to_gpu(self, pinned: Any) -> float:
         drop_caches(self._folder)
-        wanted = self._experts()
-        cache = self._cuda.ExpertCache(self._ring, COPY_EXPERTS * self._ring.slot_bytes, "cuda", pinned)
-        try:
-            return self._clocked(lambda: self._hold(cache, wanted))
-        finally:
-            cache.close()
+        return self._through_cache(self._experts(), pinned)
+
+
+def _registrations(progress: Progress) -> list[Figure]:
+    """Seconds to register rings of some sizes, by one client and by another beside it."""
+    figures = []
+    for at, size in enumerate(REGISTERED_GB):
+        progress("registration", at, len(REGISTERED_GB))
+        slots = size * 10**9 // SLOT_BYTES
+        if shutil.disk_usage(MEMORY_FOLDER).free < 2 * slots * SLOT_BYTES:
+            continue
+        with contextlib.ExitStack() as stack:
+            path = stack.enter_context(memory_file(slots * SLOT_BYTES))
+            source = flat_source(path, SLOT_BYTES, slots)
+            made = stack.enter_context(bench_ring(source, slots=slots, workers=1))
+            for who in ("one client", "another beside it"):
+                ring = stack.enter_context(attach(made.name, who))
+                began = time.perf_counter()
+                pinned = ring.pin_cuda()
+                took = time.perf_counter() - began
+                if pinned is not None:
+                    stack.callback(pinned.close)
+                    figures.append(Figure(f"register {size} GB, {who}", "s", [took]))
+    return figures
 
 
 # --- tokens ------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class Stream:
         self._ring: Ring | None = None
         self.threads = 1
         self.cache: Any = None  # an ExpertCache, where the model computes on a GPU
+        self.decoding = False  # in the decoding stage of `generate`
         self.local = threading.local()
 
     @property
@@ -221,8 +222,8 @@ def _slice(expert: Expert, weight: StreamedWeight) -> Any:
     names, threads = weight.recipe, weight.layer.stream.threads
     if names[0].endswith(BLOCKS):
         return _mxfp4(expert, names[0], weight)
-    if (joined := _adjacent(expert, names)) is not None:
-        return joined.to(weight.dtype)
+    if len(names) > 1 and (joined := adjacent(expert.tensors, names)) is not None:
+        return views.over(expert, joined).to(weight.dtype)
     parts = [views.dequantize(expert, name, weight.dtype, threads=threads) for name in names]
     if len(parts) == 1:
         return parts[0]
@@ -238,20 +239,17 @@ def _mxfp4(expert: Expert, name: str, weight: StreamedWeight) -> torch.Tensor:
     return made.t().contiguous()
 
 
-def _adjacent(expert: Expert, names: Recipe) -> torch.Tensor | None:
-    """Several floating-point tensors that lie one behind the other in the slot, as one view."""
-    if len(names) < 2:
+def adjacent(tensors: Mapping[str, TensorInfo], names: Recipe) -> TensorInfo | None:
+    """Floating-point tensors that lie one behind the other in the slot, as one; None where they do not."""
+    infos = [tensors[name] for name in names if name in tensors]
+    if len(infos) < len(names) or infos[0].dtype not in ("F32", "F16", "BF16"):
         return None
-    infos = [expert.tensors[name] for name in names]
     first = infos[0]
     for one, next_one in pairwise(infos):
         if next_one.offset != one.offset + one.nbytes or next_one.dtype != first.dtype:
             return None
-    if first.dtype not in ("F32", "F16", "BF16"):
-        return None
     shape = (sum(i.shape[0] for i in infos), *first.shape[1:])
-    whole = TensorInfo(first.name, first.dtype, shape, first.offset, sum(i.nbytes for i in infos))
-    return views.over(expert, whole)
+    return TensorInfo(first.name, first.dtype, shape, first.offset, sum(i.nbytes for i in infos))
 
 
 # --- a layer -----------------------------------------------------------------------------------------------
@@ -307,7 +305,7 @@ class ExpertLayer:
         self._refuse_misuse(module, hidden, weights)
         if self.stream.cache is not None:
             device: Any = importlib.import_module("smoe_mp.transformers.device")
-            return device.run_compact(self, module, hidden, index, weights)
+            return device.run_on_device(self, module, hidden, index, weights)
         wanted = sorted(e for e in set(index.unique().tolist()) if 0 <= e < self.n_experts)
         forward = type(module).forward
         eager = getattr(forward, "__wrapped__", forward)

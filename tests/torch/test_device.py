@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,9 @@ transformers = pytest.importorskip("transformers")
 import tinymodels  # noqa: E402
 from support import Served, serve  # noqa: E402
 from systems import make_vault  # noqa: E402
-from test_families import assert_alike, prompt  # noqa: E402
+from test_families import prompt  # noqa: E402
+from test_gguf_and_vault import decoded, write_vault  # noqa: E402
+from test_mxfp4 import write_mxfp4  # noqa: E402
 
 import smoe_mp  # noqa: E402
 import smoe_mp.transformers  # noqa: E402
@@ -188,12 +192,56 @@ def test_a_registered_ring_is_pinned_to_torch(served: Served) -> None:
             assert not torch.from_numpy(batch[0].raw).is_pinned()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_two_clients_register_one_ring(served: Served) -> None:
+    with served.attach() as first, served.attach() as second:
+        pinned = [pin(first), pin(second)]
+        assert None not in pinned
+        code = (
+            "import sys, torch, smoe_mp; ring = smoe_mp.attach(sys.argv[1]); pinned = ring.pin_cuda();"
+            "assert pinned is not None; print(bytes(ring.fetch(0, [1])[0].raw[:64]).hex())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, served.name], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        for ring in (first, second):
+            cache = ExpertCache(ring, 2 * ring.slot_bytes, "cuda", pinned[0])
+            with cache.hold(0, [1]) as held:
+                assert bytes(held[0].memory[:64].cpu().numpy()).hex() == done.stdout.strip()
+            cache.close()
+
+
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe")
 
 
 def grouped(path: Path, device: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation="grouped_mm")
     return model.to(device)
+
+
+def with_cache(model: Any, slots: int, device: str) -> ExpertCache:
+    """Have the model compute on `device`, with a cache of experts there."""
+    torch.nn.Module.to(model, device)
+    ring = smoe_mp.transformers.ring_of(model)
+    cache = model._smoe_stream.cache = ExpertCache(ring, slots * ring.slot_bytes, device)
+    assert smoe_mp.transformers.cache_of(model) is cache
+    return cache
+
+
+@torch.no_grad()
+def assert_same(model: Any, reference: Any, device: str) -> None:
+    """Logits twice, tokens by `generate`, and logits by the kernel of its decoding stage."""
+    ids = prompt().to(device)
+    for _ in range(2):
+        assert torch.equal(model(ids).logits, reference(ids).logits)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), reference.generate(ids, **settings))
+    model._smoe_stream.decoding = True
+    reference.set_experts_implementation("batched_mm")
+    for row in range(4):
+        one = ids[:1, row : row + 1]
+        assert torch.equal(model(one).logits, reference(one).logits)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -204,24 +252,57 @@ def test_a_model_with_a_cache_is_the_resident_one(
 ) -> None:
     path = tinymodels.write(family, tmp_path / "m", torch.bfloat16)
     model = streamed(path)
-    torch.nn.Module.to(model, device)
-    ring = smoe_mp.transformers.ring_of(model)
-    cache = model._smoe_stream.cache = ExpertCache(ring, slots * ring.slot_bytes, device)
-    assert smoe_mp.transformers.cache_of(model) is cache
-    reference = grouped(path, device)
-    if device == "cpu":
-        assert_alike(model, reference)
-    else:
-        ids = prompt().to(device)
-        with torch.no_grad():
-            for _ in range(2):
-                with torch.no_grad():
-        assert torch.equal(model(ids).logits, reference(ids).logits)
+    cache = with_cache(model, slots, device)
+    assert_same(model, grouped(path, device), device)
     asked = cache.stats.hits + cache.stats.misses
     assert asked > 0
     if slots == 100:
         assert cache.stats.evictions == 0
         assert cache.stats.hits > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_whose_parts_lie_as_the_model_wants_them_are_not_copied(
+    device: str, tmp_path: Path, streamed: Streamed
+) -> None:
+    model = streamed(tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16, fused=True))
+    cache = with_cache(model, 100, device)
+    with torch.no_grad():
+        model(prompt().to(device))
+    stacks = [stack for of_layer in cache.stacks.values() for stack in of_layer.values()]
+    assert stacks
+    assert all(s is not None and s.untyped_storage().data_ptr() == cache.memory.data_ptr() for s in stacks)
+    cache.close()
+    assert cache.stacks == {}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [3, 100])
+def test_experts_in_blocks_become_numbers_on_the_device(
+    slots: int, device: str, tmp_path: Path, streamed: Streamed
+) -> None:
+    path, original = write_vault(tmp_path, torch.bfloat16)
+    reference = decoded(original, path).to(device)
+    reference.set_experts_implementation("grouped_mm")
+    model = streamed(path)
+    cache = with_cache(model, slots, device)
+    assert_same(model, reference, device)
+    assert set(cache.stacks[0].values()) == {None}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mxfp4_becomes_numbers_on_the_device(device: str, tmp_path: Path, streamed: Streamed) -> None:
+    pytest.importorskip("accelerate")
+    path = write_mxfp4(tmp_path / "m")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        dtype=torch.bfloat16,
+        experts_implementation="grouped_mm",
+    ).to(device)
+    model = streamed(path, dtype=torch.bfloat16)
+    with_cache(model, 100, device)
+    assert_same(model, reference, device)
 
 
 def test_another_device_than_the_experts_is_refused(tmp_path: Path, streamed: Streamed) -> None:
