@@ -27,8 +27,8 @@ import contextlib
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ __all__ = ["CacheStats", "ExpertCache", "HeldExpert", "Pinned", "pin"]
 CHUNK_BYTES = 1 << 30  # registered at a time: some drivers refuse much more at once
 PORTABLE, READ_ONLY = 1, 8  # cudaHostRegisterPortable, cudaHostRegisterReadOnly
 BOUNCE_BUFFERS = 4
+ALIGNMENT = 16  # of tensors in a slot in GPU memory, bytes
+PADDING = 4096  # of such a slot, for that alignment
 
 
 class Pinned:
@@ -168,16 +170,17 @@ class ExpertCache:
         self, ring: Ring, nbytes: int, device: str | torch.device, pinned: Pinned | None = None
     ) -> None:
         self.ring, self.device = ring, torch.device(device)
-        self.slots = nbytes // ring.slot_bytes
+        self.slot_bytes = ring.slot_bytes + PADDING
+        self.slots = nbytes // self.slot_bytes
         if self.slots < 1:
             raise ConfigError(
-                f"a cache of {nbytes} bytes in GPU memory has no room for an expert of {ring.slot_bytes}"
+                f"a cache of {nbytes} bytes in GPU memory has no room for an expert of {self.slot_bytes}"
             )
         self.stats = CacheStats()
         #: By layer: parameters of a model as views over all slots, for whoever computes on them.
         self.stacks: dict[int, dict[str, torch.Tensor | None]] = {}
         #: All slots, uint8 [slots, slot_bytes].
-        self.memory = torch.empty((self.slots, ring.slot_bytes), dtype=torch.uint8, device=self.device)
+        self.memory = torch.empty((self.slots, self.slot_bytes), dtype=torch.uint8, device=self.device)
         self._empty = [_Slot(i, self.memory[i]) for i in reversed(range(self.slots))]
         self._used: OrderedDict[tuple[int, int], _Slot] = OrderedDict()  # the least recently used first
         self._copying: deque[tuple[Any, torch.Tensor]] = deque()  # (event, what is copied from)
@@ -232,45 +235,39 @@ class ExpertCache:
 
     def _load(self, key: tuple[int, int], expert: Expert, held: dict[int, _Slot]) -> None:
         """Have an expert that the ring holds copied into a slot."""
+        there, runs = packed(expert.tensors)
+        if sum(runs[-1][1:]) > self.slot_bytes:
+            raise RingError(f"{expert!r}: has more tensors than a slot in GPU memory has room for")
         slot = self._free_slot()
-        tensors: dict[str, TensorInfo] = expert.tensors
-        slot.tensors, slot.holds = tensors, 1
+        slot.tensors, slot.holds = there, 1
         self._used[key] = slot
         held[key[1]] = slot
-        end = max(info.offset + info.nbytes for info in tensors.values())
         self.stats.misses += 1
-        self.stats.copied_bytes += end
-        self._copy(_over(expert, end), slot)
+        self.stats.copied_bytes += sum(size for _, _, size in runs)
+        self._copy(_over(expert, self.ring.slot_bytes), slot, runs)
 
-    def _copy(self, source: torch.Tensor, slot: _Slot) -> None:
-        target = slot.memory[: len(source)]
+    def _copy(self, source: torch.Tensor, slot: _Slot, runs: Sequence[Run]) -> None:
         if self._stream is None:
-            target.copy_(source)
+            _copy_runs(source, slot.memory, runs)
             return
         if slot.read is not None:
             self._stream.wait_event(slot.read)
         if self._pinned is None:
             source = self._bounced(source)
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            _copy_runs(source, slot.memory, runs)
             slot.filled = torch.cuda.Event()
             slot.filled.record()
-        if self._pinned is None:
-            self._bounce.append((slot.filled, source))
-        else:
-            self._copying.append((slot.filled, source))
+        (self._bounce if self._pinned is None else self._copying).append((slot.filled, source))
 
     def _bounced(self, source: torch.Tensor) -> torch.Tensor:
         """The bytes in a pinned buffer whose last copy has ended."""
         if len(self._bounce) < BOUNCE_BUFFERS:
-            whole = torch.empty(self.ring.slot_bytes, dtype=torch.uint8, pin_memory=True)
+            buffer = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
         else:
-            event, used = self._bounce.popleft()
+            event, buffer = self._bounce.popleft()
             event.synchronize()
-            whole = used if used._base is None else used._base
-        buffer = whole[: len(source)]
-        buffer.copy_(source)
-        return buffer
+        return buffer.copy_(source)
 
     def _free_slot(self) -> _Slot:
         if self._empty:
@@ -307,8 +304,38 @@ class ExpertCache:
             self._copying.popleft()[0].synchronize()
 
 
+#: Bytes to copy: from where in the ring's slot, to where in the cache's, how many.
+Run = tuple[int, int, int]
+
+
+def packed(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[Run]]:
+    """Where an expert's tensors lie in a slot of the cache, and the copies that bring them there.
+
+    In the ring they lie as direct I/O left them, for each expert of a layer at other places; here one behind
+    the other in the order of the table, so that a layer's parameter is at the same place in all slots.
+    """
+    there: dict[str, TensorInfo] = {}
+    runs: list[Run] = []
+    at = 0
+    for name, info in tensors.items():
+        at = -(-at // ALIGNMENT) * ALIGNMENT
+        there[name] = replace(info, offset=at)
+        if runs and info.offset - at == runs[-1][0] - runs[-1][1] and info.offset >= sum(runs[-1][::2]):
+            first, to, _ = runs[-1]
+            runs[-1] = first, to, at + info.nbytes - to
+        else:
+            runs.append((info.offset, at, info.nbytes))
+        at += info.nbytes
+    return there, runs
+
+
+def _copy_runs(source: torch.Tensor, target: torch.Tensor, runs: Sequence[Run]) -> None:
+    for start, to, size in runs:
+        target[to : to + size].copy_(source[start : start + size], non_blocking=True)
+
+
 def _over(expert: Expert, nbytes: int) -> torch.Tensor:
-    """The first bytes of an expert's slot in the ring; the tensor holds the slot."""
+    """An expert's slot in the ring; the tensor holds the slot."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of memory that is read-only, as it is to be
         return torch.from_numpy(expert._view(0, (nbytes,), "|u1"))

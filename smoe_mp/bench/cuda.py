@@ -164,7 +164,8 @@ class _Copies:
         return rate
 
     def _through_cache(self, wanted: list[tuple[int, Sequence[int]]], pinned: Any) -> float:
-        cache = self._cuda.ExpertCache(self._ring, COPY_EXPERTS * self._ring.slot_bytes, "cuda", pinned)
+        size = COPY_EXPERTS * (self._ring.slot_bytes + self._cuda.PADDING)
+        cache = self._cuda.ExpertCache(self._ring, size, "cuda", pinned)
         try:
             return self._clocked(lambda: self._hold(cache, wanted))
         finally:

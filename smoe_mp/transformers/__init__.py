@@ -132,7 +132,7 @@ def _onto(model: Any, ring: Ring, device: torch.device, gpu_cache_gb: float | No
     """The dense part to the GPU, and a cache of experts before the ring."""
     cuda: Any = importlib.import_module("smoe_mp.cuda")
     torch.nn.Module.to(model, device)
-    whole = ring.experts * ring.slot_bytes
+    whole = ring.experts * (ring.slot_bytes + cuda.PADDING)
     if gpu_cache_gb is None:
         free, _ = torch.cuda.mem_get_info(device)
         nbytes = min(whole, free // 2)

@@ -29,7 +29,7 @@ from test_mxfp4 import write_mxfp4  # noqa: E402
 
 import smoe_mp  # noqa: E402
 import smoe_mp.transformers  # noqa: E402
-from smoe_mp.cuda import ExpertCache, Pinned, pin  # noqa: E402
+from smoe_mp.cuda import PADDING, ExpertCache, Pinned, packed, pin  # noqa: E402
 from smoe_mp.errors import ConfigError, ModelError, RingError  # noqa: E402
 from smoe_mp.ring import TensorInfo  # noqa: E402
 from smoe_mp.sources import open_source  # noqa: E402
@@ -49,9 +49,14 @@ def served(vault: Path) -> Iterator[Served]:
         yield served
 
 
-def bytes_of(expert: smoe_mp.Expert) -> bytes:
-    """What its tensors have: what is behind the last one does not go to the GPU."""
-    return bytes(expert.parts[0])[: max(t.offset + t.nbytes for t in expert.tensors.values())]
+def size_of_slot(ring: smoe_mp.Ring) -> int:
+    """Of one in GPU memory."""
+    return ring.slot_bytes + PADDING
+
+
+def bytes_of(expert: smoe_mp.Expert) -> dict[str, bytes]:
+    """What its tensors have, by name."""
+    return {name: bytes(expert._view(t.offset, (t.nbytes,), "|u1")) for name, t in expert.tensors.items()}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,7 +66,7 @@ def test_the_cache_is_an_exact_lru_of_the_ring_s_bytes(served: Served, device: s
         for layer in range(2):
             for expert in ring.as_ready(layer, range(12)):
                 wanted[layer, expert.expert] = bytes_of(expert)
-        cache = ExpertCache(ring, 5 * ring.slot_bytes + 7, device)
+        cache = ExpertCache(ring, 5 * size_of_slot(ring) + 7, device)
         assert cache.slots == 5
         lru: OrderedDict[tuple[int, int], None] = OrderedDict()
         hits = misses = 0
@@ -76,7 +81,8 @@ def test_the_cache_is_an_exact_lru_of_the_ring_s_bytes(served: Served, device: s
             misses += len(missing)
             with cache.hold(layer, experts) as held:
                 for e, there in zip(experts, held, strict=True):
-                    assert bytes(there.memory.cpu().numpy()[: len(wanted[layer, e])]) == wanted[layer, e]
+                    found = {name: bytes(there.bytes_of(name).cpu().numpy()) for name in there.tensors}
+                    assert found == wanted[layer, e]
             # What was missing came in the order in which it landed: only as a set is it known here.
             held_now = {(layer, e) for e in experts}
             while len(lru) + len(missing) > 5:
@@ -94,7 +100,7 @@ def test_the_cache_is_an_exact_lru_of_the_ring_s_bytes(served: Served, device: s
 @pytest.mark.parametrize("device", DEVICES)
 def test_numbers_in_gpu_memory_are_those_of_the_ring(served: Served, device: str) -> None:
     with served.attach() as ring:
-        cache = ExpertCache(ring, 4 * ring.slot_bytes, device)
+        cache = ExpertCache(ring, 4 * size_of_slot(ring), device)
         with cache.hold(1, [7, 2]) as held, ring.fetch(1, [7, 2]) as batch:
             for there, expert in zip(held, batch, strict=True):
                 for name in ("gate", "up", "down"):
@@ -108,11 +114,25 @@ def test_numbers_in_gpu_memory_are_those_of_the_ring(served: Served, device: str
         cache.close()
 
 
+def test_tensors_of_experts_that_lie_otherwise_in_the_ring_are_at_the_same_places() -> None:
+    def table(*offsets: int) -> dict[str, TensorInfo]:
+        names, sizes = ("down", "gate", "up", "scales"), (100, 64, 64, 7)
+        made = zip(names, offsets, sizes, strict=True)
+        return {name: TensorInfo(name, "U8", (size,), offset, size) for name, offset, size in made}
+
+    one = packed(table(512, 624, 688, 752))
+    other = packed(table(40, 624, 688, 300))
+    assert {n: t.offset for n, t in one[0].items()} == {"down": 0, "gate": 112, "up": 176, "scales": 240}
+    assert one[0] == other[0]
+    assert one[1] == [(512, 0, 247)]
+    assert other[1] == [(40, 0, 100), (624, 112, 128), (300, 240, 7)]
+
+
 def test_what_does_not_fit_is_refused(served: Served) -> None:
     with served.attach() as ring:
         with pytest.raises(ConfigError, match="no room for an expert"):
-            ExpertCache(ring, ring.slot_bytes - 1, "cpu")
-        cache = ExpertCache(ring, 2 * ring.slot_bytes, "cpu")
+            ExpertCache(ring, size_of_slot(ring) - 1, "cpu")
+        cache = ExpertCache(ring, 2 * size_of_slot(ring), "cpu")
         with pytest.raises(RingError, match=r"3 experts at once: .* has 2 slots"), cache.hold(0, [1, 2, 3]):
             pass
         with cache.hold(0, [1, 2]), pytest.raises(RingError, match="are held"), cache.hold(0, [3]):
@@ -198,17 +218,18 @@ def test_two_clients_register_one_ring(served: Served) -> None:
         pinned = [pin(first), pin(second)]
         assert None not in pinned
         code = (
-            "import sys, torch, smoe_mp; ring = smoe_mp.attach(sys.argv[1]); pinned = ring.pin_cuda();"
-            "assert pinned is not None; print(bytes(ring.fetch(0, [1])[0].raw[:64]).hex())"
+            "import sys, smoe_mp; ring = smoe_mp.attach(sys.argv[1]); pinned = ring.pin_cuda();"
+            "assert pinned is not None; expert = ring.fetch(0, [1])[0]; gate = expert.tensors['gate'];"
+            "print(bytes(expert._view(gate.offset, (gate.nbytes,), '|u1')).hex())"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, served.name], capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stderr) == (0, "")
         for ring in (first, second):
-            cache = ExpertCache(ring, 2 * ring.slot_bytes, "cuda", pinned[0])
+            cache = ExpertCache(ring, 2 * size_of_slot(ring), "cuda", pinned[0])
             with cache.hold(0, [1]) as held:
-                assert bytes(held[0].memory[:64].cpu().numpy()).hex() == done.stdout.strip()
+                assert bytes(held[0].bytes_of("gate").cpu().numpy()).hex() == done.stdout.strip()
             cache.close()
 
 
@@ -224,7 +245,7 @@ def with_cache(model: Any, slots: int, device: str) -> ExpertCache:
     """Have the model compute on `device`, with a cache of experts there."""
     torch.nn.Module.to(model, device)
     ring = smoe_mp.transformers.ring_of(model)
-    cache = model._smoe_stream.cache = ExpertCache(ring, slots * ring.slot_bytes, device)
+    cache = model._smoe_stream.cache = ExpertCache(ring, slots * size_of_slot(ring), device)
     assert smoe_mp.transformers.cache_of(model) is cache
     return cache
 
