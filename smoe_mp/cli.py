@@ -511,6 +511,13 @@ def run(
     threads: Annotated[
         int, typer.Option("--threads", metavar="N", min=0, help="Threads that compute; 0: as torch chooses.")
     ] = 0,
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Compute on cpu, or on cuda.")
+    ] = "cpu",
+    gpu_cache_gb: Annotated[
+        float | None,
+        typer.Option("--gpu-cache-gb", metavar="GB", help="With cuda: of experts kept in GPU memory."),
+    ] = None,
     ring_slots: Annotated[
         int | None, typer.Option("--ring-slots", metavar="N", min=1, max=65535, help="Slots of its own ring.")
     ] = None,
@@ -545,6 +552,8 @@ def run(
             system=system,
             raw=raw,
             as_json=as_json,
+            device=device,
+            gpu_cache_gb=gpu_cache_gb,
         )
     )
 

@@ -575,6 +575,12 @@ class Ring:
         ids = self._ids(experts)
         return _Waves(self, Batch(handle, self._facts, layer, ids), timeout, in_order=True).run()
 
+    def pin_cuda(self) -> Any:
+        """Register the ring's memory with CUDA, so that copies to a GPU run at the bus's speed: keep what is
+        returned for as long as they are to (`smoe_mp.cuda.Pinned`; None, after a warning, where the driver
+        refuses).  Raises ConfigError where there is no CUDA, ImportError without torch."""
+        return importlib.import_module("smoe_mp.cuda").pin(self)
+
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """A request is being served: `with ring.busy():`.  The prewarm process rests meanwhile.  Blocks of

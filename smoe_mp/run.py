@@ -114,10 +114,16 @@ class Speaker:
     """
 
     def __init__(
-        self, path: Path, ring: str, sampling: Sampling, say: Callable[[str], None], threads: int = 0
+        self,
+        path: Path,
+        ring: str,
+        sampling: Sampling,
+        say: Callable[[str], None],
+        threads: int = 0,
+        **where: Any,
     ) -> None:
         """Load the model at `path` with its experts from the running `ring`.  `threads`: torch's, 0: as it
-        chooses."""
+        chooses; `where`: `device` and `gpu_cache_gb` of `smoe_mp.transformers.load`."""
         self._torch: Any = importlib.import_module("torch")
         hub: Any = importlib.import_module("transformers")
         streamed: Any = importlib.import_module("smoe_mp.transformers")
@@ -126,7 +132,7 @@ class Speaker:
         hub.utils.logging.set_verbosity_error()
         hub.utils.logging.disable_progress_bar()
         with _named(path, "transformers cannot load it"):
-            self._model = streamed.load(path, ring=ring, threads=self._torch.get_num_threads())
+            self._model = streamed.load(path, ring=ring, threads=self._torch.get_num_threads(), **where)
         self._ring = streamed.ring_of(self._model)
         self._sampling, self._say = sampling, say
         config = self._model.config.get_text_config()
@@ -165,7 +171,7 @@ class Speaker:
             return torch.full((ids.shape[0],), stop.is_set(), dtype=torch.bool, device=ids.device)
 
         room = self._context - len(prompt) if self._context else self._sampling.max_tokens
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=self._model.device)
         goes_on = len(prompt) > len(self._held) and prompt[: len(self._held)] == self._held
         cache, self._cache = (self._cache if goes_on else {}), {}
         with torch.inference_mode():
@@ -355,6 +361,8 @@ def speak(
     system: str = "",
     raw: bool = False,
     as_json: bool = False,
+    device: str = "cpu",
+    gpu_cache_gb: float | None = None,
 ) -> int:
     """What `smoe-mp run` does; returns the exit status.  `options`: of the private system."""
     if as_json and prompt is None:
@@ -364,7 +372,8 @@ def speak(
     path = models.resolve(model)
     with served(path, ring, options or {}) as name:
         say = (lambda piece: None) if as_json else printer()
-        speaker = Speaker(path, name, sampling, say, threads)
+        where = {"device": device, "gpu_cache_gb": gpu_cache_gb}
+        speaker = Speaker(path, name, sampling, say, threads, **where)
         conversation = Conversation(speaker.text, system=system, raw=raw)
         if prompt is not None:
             return once(speaker, conversation, prompt, as_json=as_json)

@@ -20,6 +20,7 @@ both (tables.py); a tensor for which they could not is copied.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from smoe_mp.sources.dtypes import BITS
 from smoe_mp.sources.scaled import FLOAT8, SCALE_SUFFIXES
 from smoe_mp.tables import alignment_of
 
-__all__ = ["DTYPES", "decode", "dequantize", "over", "tensor", "tensors"]
+__all__ = ["DTYPES", "decode", "dequantize", "over", "scales_of", "tensor", "tensors"]
 
 #: torch's type of each of safetensors' names.  What is packed, or not known, is seen as its bytes.
 DTYPES: dict[str, Any] = {
@@ -96,7 +97,7 @@ def dequantize(
         return tensor(expert, name).to(dtype)
     if info.dtype in FLOAT8 or info.dtype in BITS:
         return _scaled(expert, info, dtype, threads)
-    return decode(expert, info, dtype, scales=_scales_apart(expert, info), threads=threads)
+    return decode(expert, info, dtype, scales=scales_of(expert.tensors, info), threads=threads)
 
 
 def _dequantize_there(
@@ -105,7 +106,7 @@ def _dequantize_there(
     """`dequantize` for another device."""
     if info.dtype in _FLOATS:
         return tensor(expert, info.name).to(device).to(dtype)
-    apart = _scales_apart(expert, info)
+    apart = scales_of(expert.tensors, info)
     if (info.dtype, apart is not None) not in torch_blocks.TYPES:
         return dequantize(expert, info.name, dtype, threads=threads).to(device)
     scales = None if apart is None else _bytes(expert, apart).to(device)
@@ -119,11 +120,12 @@ def _bytes(expert: Expert, info: TensorInfo) -> torch.Tensor:
     return torch.frombuffer(_memory(expert, info), dtype=torch.uint8)
 
 
-def _scales_apart(expert: Expert, info: TensorInfo) -> TensorInfo | None:
-    """The scales that `smoe_mp.dequant` takes beside the tensor, if there are such."""
+def scales_of(tensors: Mapping[str, TensorInfo], info: TensorInfo) -> TensorInfo | None:
+    """The scales that `smoe_mp.dequant` takes beside a tensor of an expert with these `tensors`, if there are
+    such."""
     if info.dtype.startswith("SMOE_"):
-        return _info(expert, f"{info.name}.scales")
-    found = (expert.tensors.get(info.name + end) for end in SCALE_SUFFIXES)
+        return tensors[f"{info.name}.scales"]
+    found = (tensors.get(info.name + end) for end in SCALE_SUFFIXES)
     scales = next((s for s in found if s is not None), None)
     tiled = scales is not None and scales.dtype == "F32" and "block=128x128" in scales.tag.split(",")
     return scales if tiled else None
@@ -143,7 +145,7 @@ def over(expert: Expert, info: TensorInfo) -> torch.Tensor:
 
 def _scaled(expert: Expert, info: TensorInfo, dtype: torch.dtype, threads: int) -> torch.Tensor:
     """Float8 with scales: in C where each is for 128 x 128 weights, else by numpy."""
-    scales = _scales_apart(expert, info)
+    scales = scales_of(expert.tensors, info)
     if scales is None or (info.dtype, True) not in dequant.TYPES:
         return torch.from_numpy(expert.dequantize(info.name)).to(dtype)
     return decode(expert, info, dtype, scales=scales, threads=threads)

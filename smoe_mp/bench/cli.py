@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers`."""
+"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers|cuda`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from smoe_mp.bench import Progress, Report, control, dequant, formats, hit, idle, io, machine, miss
+from smoe_mp.bench import Progress, Report, control, cuda, dequant, formats, hit, idle, io, machine, miss
 from smoe_mp.bench import open as opening
 from smoe_mp.bench import transformers as answers
 from smoe_mp.bench.randommoe import Shape
@@ -174,6 +174,23 @@ def bench_transformers(
     )
     with _bar() as progress:
         report = answers.run(progress, scratch, settings)
+    _show(report, as_json)
+
+
+@app.command(
+    "cuda",
+    help="Experts through the ring to a GPU, and tokens/s of a model with them there.\n\n"
+    "Example: smoe-mp bench cuda --scratch /mnt/fast",
+)
+def bench_cuda(
+    *,
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 3, with --quick 2.")] = 0,
+) -> None:
+    with _bar() as progress:
+        report = cuda.run(progress, scratch, quick=quick, rounds=rounds)
     _show(report, as_json)
 
 

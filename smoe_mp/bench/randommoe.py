@@ -81,8 +81,8 @@ def write(folder: Path, shape: Shape) -> None:
     (folder / "complete").write_text(json.dumps(seen))
 
 
-def build(shape: Shape) -> Any:
-    """The model, with transformers' eager code for experts."""
+def build(shape: Shape, device: Any = "cpu") -> Any:
+    """The model on `device`, with transformers' eager code for experts."""
     torch: Any = importlib.import_module("torch")
     hub: Any = importlib.import_module("transformers")
     config = hub.Qwen3MoeConfig(
@@ -103,10 +103,11 @@ def build(shape: Shape) -> Any:
         eos_token_id=None,
         dtype=torch.bfloat16,
     )
-    model = hub.AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, experts_implementation="eager"
-    ).eval()
-    random = torch.Generator().manual_seed(0)
+    with torch.device(device):
+        model = hub.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, experts_implementation="eager"
+        ).eval()
+    random = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.ndim > 1:
@@ -124,7 +125,7 @@ def _draw(torch: Any, name: str, weights: Any, random: Any, shape: Shape) -> Non
     elif adds:
         weights[..., 0, :] = 0
     elif name.endswith("mlp.gate.weight"):
-        ranks = torch.randperm(shape.experts, generator=random) + 1
+        ranks = torch.randperm(shape.experts, generator=random, device=weights.device) + 1
         weights[:, 0] = -shape.skew * ranks.log()
 
 

@@ -273,7 +273,7 @@ class _Bench:
 
     def one(self, side: _Side) -> _Run:
         """Load and two answers, in a process that starts with nothing in the page cache."""
-        self.dropped = _drop_caches(self.folder)
+        self.dropped = drop_caches(self.folder)
         ring = f"bench-{os.getpid()}-{next(_numbers)}"
         with contextlib.ExitStack() as stack:
             stack.callback(clear, ring)  # what a side that was killed left
@@ -446,7 +446,7 @@ def _child(command: list[str], said: IO[bytes]) -> Iterator[subprocess.Popen[byt
             child.kill()
 
 
-def _drop_caches(folder: Path) -> str:
+def drop_caches(folder: Path) -> str:
     """Drop the files in `folder` from the page cache, as root all of it, libraries too.  Returns which."""
     os.sync()
     try:

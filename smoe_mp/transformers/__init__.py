@@ -27,6 +27,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from smoe_mp.errors import ModelError
 from smoe_mp.launch import PrivateSystem, private_system
 from smoe_mp.ring import Ring, attach
@@ -42,7 +44,7 @@ from smoe_mp.transformers.experts import IMPLEMENTATION
 from smoe_mp.transformers.families import MODEL_TYPES
 from smoe_mp.transformers.model import bind, ring_of, streamed_class
 
-__all__ = ["MODEL_TYPES", "load", "load_tokenizer", "ring_of"]
+__all__ = ["MODEL_TYPES", "cache_of", "load", "load_tokenizer", "ring_of"]
 
 #: Arguments of from_pretrained that would load, place or quantise weights in other ways, and why not.
 _REFUSED = {
@@ -68,6 +70,8 @@ def load(
     config: Any = None,
     system: Mapping[str, Any] | None = None,
     threads: int = 1,
+    device: str = "cpu",
+    gpu_cache_gb: float | None = None,
     **kwargs: Any,
 ) -> Any:
     """The model at `path` as an ordinary PreTrainedModel whose routed experts come from a ring.
@@ -78,10 +82,15 @@ def load(
     place of the model's own.  `threads`: of the dequantisation of experts in block types.  `kwargs`: those of
     `from_pretrained` (`dtype`, `attn_implementation`, ...).
 
+    `device`: "cpu", or "cuda" ("cuda:1"): then the dense part lies on the GPU, and before the ring is a cache
+    of experts in GPU memory of `gpu_cache_gb` (10^9 bytes; None: as many as there are, at most half of what
+    is free); its results are those of `experts_implementation="grouped_mm"`.
+
     Raises ModelError for a family, an argument or a device that is not supported and for a ring of another
     model; VaultError for files that do not add up or lack weights; and what `attach` raises.
     """
     _check_arguments(kwargs)
+    where = _check_device(device, gpu_cache_gb)
     checkpoint = open_checkpoint(path, config)
     owner = private_system(checkpoint.path, **(system or {})) if ring is None else None
     try:
@@ -90,6 +99,8 @@ def load(
         model = _load(checkpoint, kwargs)
         model._smoe_stream.threads = threads
         bind(model, attached)
+        if where.type != "cpu":
+            _onto(model, attached, where, gpu_cache_gb)
     except BaseException:
         if owner is not None:
             owner.stop()
@@ -103,6 +114,41 @@ def _stop(owner: PrivateSystem) -> None:
     owner.stop()
 
 
+def _check_device(device: str, gpu_cache_gb: float | None) -> torch.device:
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"device={device!r}: {error}") from None
+    if where.type not in ("cpu", "cuda"):
+        raise ModelError(f"device={device!r}: streamed experts run on the CPU and with CUDA")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device={device!r}: there is no CUDA device here, or torch was built without CUDA")
+    if gpu_cache_gb is not None and (where.type == "cpu" or not gpu_cache_gb > 0):
+        raise ModelError(f"gpu_cache_gb={gpu_cache_gb!r}: a size above 0, for device='cuda'")
+    return where
+
+
+def _onto(model: Any, ring: Ring, device: torch.device, gpu_cache_gb: float | None) -> None:
+    """The dense part to the GPU, and a cache of experts before the ring."""
+    cuda: Any = importlib.import_module("smoe_mp.cuda")
+    torch.nn.Module.to(model, device)
+    whole = ring.experts * (ring.slot_bytes + cuda.PADDING)
+    if gpu_cache_gb is None:
+        free, _ = torch.cuda.mem_get_info(device)
+        nbytes = min(whole, free // 2)
+    else:
+        nbytes = min(whole, int(gpu_cache_gb * 1e9))
+    model._smoe_stream.cache = cuda.ExpertCache(ring, nbytes, device, cuda.pin(ring))
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.disable_compile = True  # a pass asks for experts, which no graph can hold
+
+
+def cache_of(model: Any) -> Any:
+    """The cache in GPU memory of a model of `load(..., device="cuda")`: its `stats`, or None on the CPU."""
+    ring_of(model)
+    return model._smoe_stream.cache
+
+
 def _check_arguments(kwargs: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -111,9 +157,7 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> None:
     devices = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     for device in devices:
         if device is not None and str(device) != "cpu":
-            raise ModelError(
-                f"device_map={device_map!r}: streamed experts run on the CPU only, not yet on {device}"
-            )
+            raise ModelError(f"device_map={device_map!r}: give device={str(device)!r} instead")
 
 
 def _check_ring(ring: Ring, checkpoint: Checkpoint) -> None:

@@ -19,6 +19,7 @@ Which of an expert's tensors make a slice of a parameter is a `Recipe`.  The tag
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -60,6 +61,8 @@ class Stream:
     def __init__(self) -> None:
         self._ring: Ring | None = None
         self.threads = 1
+        self.cache: Any = None  # an ExpertCache, where the model computes on a GPU
+        self.decoding = False  # in the decoding stage of `generate`
         self.local = threading.local()
 
     @property
@@ -219,8 +222,8 @@ def _slice(expert: Expert, weight: StreamedWeight) -> Any:
     names, threads = weight.recipe, weight.layer.stream.threads
     if names[0].endswith(BLOCKS):
         return _mxfp4(expert, names[0], weight)
-    if (joined := _adjacent(expert, names)) is not None:
-        return joined.to(weight.dtype)
+    if len(names) > 1 and (joined := adjacent(expert.tensors, names)) is not None:
+        return views.over(expert, joined).to(weight.dtype)
     parts = [views.dequantize(expert, name, weight.dtype, threads=threads) for name in names]
     if len(parts) == 1:
         return parts[0]
@@ -236,20 +239,17 @@ def _mxfp4(expert: Expert, name: str, weight: StreamedWeight) -> torch.Tensor:
     return made.t().contiguous()
 
 
-def _adjacent(expert: Expert, names: Recipe) -> torch.Tensor | None:
-    """Several floating-point tensors that lie one behind the other in the slot, as one view."""
-    if len(names) < 2:
+def adjacent(tensors: Mapping[str, TensorInfo], names: Recipe) -> TensorInfo | None:
+    """Floating-point tensors that lie one behind the other in the slot, as one; None where they do not."""
+    infos = [tensors[name] for name in names if name in tensors]
+    if len(infos) < len(names) or infos[0].dtype not in ("F32", "F16", "BF16"):
         return None
-    infos = [expert.tensors[name] for name in names]
     first = infos[0]
     for one, next_one in pairwise(infos):
         if next_one.offset != one.offset + one.nbytes or next_one.dtype != first.dtype:
             return None
-    if first.dtype not in ("F32", "F16", "BF16"):
-        return None
     shape = (sum(i.shape[0] for i in infos), *first.shape[1:])
-    whole = TensorInfo(first.name, first.dtype, shape, first.offset, sum(i.nbytes for i in infos))
-    return views.over(expert, whole)
+    return TensorInfo(first.name, first.dtype, shape, first.offset, sum(i.nbytes for i in infos))
 
 
 # --- a layer -----------------------------------------------------------------------------------------------
@@ -293,10 +293,19 @@ class ExpertLayer:
         order = rows.topk(min(rows.shape[-1], top_k + ranks)).indices[:, top_k:].t().flatten().tolist()
         return [e for e in dict.fromkeys(order) if e not in used]
 
+    def guess(self, used: Sequence[int], top_k: int) -> None:
+        """Behind the demand: a guess is read when no demand waits."""
+        ring = self.stream.ring
+        if (ranks := ring.speculation_ranks) and (guesses := self.guesses(used, top_k, ranks)):
+            ring.speculate(self.number, guesses)
+
     def run(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The family's eager forward on streamed weights."""
         hidden, index, weights = _arguments(args, kwargs)
         self._refuse_misuse(module, hidden, weights)
+        if self.stream.cache is not None:
+            device: Any = importlib.import_module("smoe_mp.transformers.device")
+            return device.run_on_device(self, module, hidden, index, weights)
         wanted = sorted(e for e in set(index.unique().tolist()) if 0 <= e < self.n_experts)
         forward = type(module).forward
         eager = getattr(forward, "__wrapped__", forward)
@@ -316,8 +325,12 @@ class ExpertLayer:
                 f"{self.name}: gradients are wanted, but autograd would keep views of experts whose slots are"
                 " reused: run under torch.no_grad() or torch.inference_mode()"
             )
-        if hidden.device.type != "cpu":
-            raise ModelError(f"{self.name}: runs on the CPU only, not yet on {hidden.device}")
+        own = torch.device("cpu") if self.stream.cache is None else self.stream.cache.device
+        if hidden.device.type != own.type:
+            raise ModelError(
+                f"{self.name}: its experts come to {own}, and it was called on {hidden.device}: load it with"
+                f" device={str(hidden.device)!r}"
+            )
 
 
 class Pass:
@@ -337,21 +350,13 @@ class Pass:
             except StopIteration:
                 raise self._out_of_order(expert) from None
         if first:
-            self._guess()
+            self.layer.guess(self._wanted, self._top_k)
         if self._current.expert != expert:
             raise self._out_of_order(expert)
         return self._current
 
     def close(self) -> None:
         self._waves.close()
-
-    def _guess(self) -> None:
-        """Behind the demand: a guess is read when no demand waits."""
-        ring = self.layer.stream.ring
-        if ranks := ring.speculation_ranks:
-            guesses = self.layer.guesses(self._wanted, self._top_k, ranks)
-            if guesses:
-                ring.speculate(self.layer.number, guesses)
 
     def _out_of_order(self, expert: int) -> RingError:
         return RingError(

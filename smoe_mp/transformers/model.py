@@ -11,8 +11,9 @@ refuses what streamed experts cannot do: training, saving, another dtype, anothe
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -222,11 +223,20 @@ def _overrides(cls: Any) -> dict[str, Callable[..., Any]]:
                 f" {IMPLEMENTATION!r} alone"
             )
 
+    @contextlib.contextmanager
+    def _optimize_model_for_decode(self: Any) -> Iterator[None]:
+        self._smoe_stream.decoding = self.device.type != "cpu"  # where stock changes the experts' kernel
+        try:
+            yield
+        finally:
+            self._smoe_stream.decoding = False
+
     made: dict[str, Callable[..., Any]] = {"train": train, "to": to, "__call__": __call__}
     made["set_experts_implementation"] = set_experts_implementation
     made |= {"save_pretrained": save_pretrained, "push_to_hub": save_pretrained}
     if hasattr(cls, "generate"):
         made["generate"] = generate
+        made["_optimize_model_for_decode"] = _optimize_model_for_decode
     for name in ("float", "double", "half", "bfloat16"):
         made[name] = _cast(name)
     for name in ("cuda", "xpu", "ipu", "mps"):
@@ -255,14 +265,14 @@ def _cast(name: str) -> Callable[..., Any]:
 
 def _move(device: str) -> Callable[..., Any]:
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(f"streamed experts run on the CPU only, not yet on {device}")
+        raise ModelError(f"streamed experts are not moved: load the model with device={device!r}")
 
     return move
 
 
 def _refuse_move(model: Any, device: Any, dtype: Any) -> None:
-    if device is not None and device.type != "cpu":
-        raise ModelError(f"streamed experts run on the CPU only, not yet on {device}")
+    if device is not None and device.type != model.device.type:
+        raise ModelError(f"streamed experts are not moved: load the model with device={str(device)!r}")
     if dtype is not None and dtype != model.dtype:
         raise ModelError(
             f"the model is {model.dtype} and its experts come as that: load it with dtype={dtype} instead of"

@@ -231,9 +231,9 @@ def test_no_private_system_is_left_by_a_load_that_fails(path: Path, monkeypatch:
         (lambda m: m.to(torch.float16), r"load it with dtype=torch.float16"),
         (lambda m: m.float(), r"load it with dtype=torch.float32"),
         (lambda m: m.half(), r"load it with dtype=torch.float16"),
-        (lambda m: m.to("cuda"), r"not yet on cuda"),
-        (lambda m: m.cuda(), r"not yet on cuda"),
-        (lambda m: m.to("meta"), r"not yet on meta"),
+        (lambda m: m.to("cuda"), r"load the model with device=.cuda"),
+        (lambda m: m.cuda(), r"load the model with device=.cuda"),
+        (lambda m: m.to("meta"), r"load the model with device=.meta"),
         (lambda m: m.model.layers[0].mlp.experts.gate_up_proj[0], r"outside of a pass"),
         (lambda m: m.model.layers[0].mlp.experts.down_proj.transpose(1, 2), r"these experts are streamed"),
     ],
@@ -260,8 +260,8 @@ def test_another_experts_implementation_computes_nothing_wrong(path: Path, strea
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"device_map": "auto"}, r"CPU only, not yet on auto"),
-        ({"device_map": {"": "cuda:0"}}, r"not yet on cuda:0"),
+        ({"device_map": "auto"}, r"give device=.auto. instead"),
+        ({"device_map": {"": "cuda:0"}}, r"give device=.cuda:0. instead"),
         ({"experts_implementation": "eager"}, r"experts_implementation='eager' cannot be used"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"experts come as they are stored"),
         ({"gguf_file": "x.gguf"}, r"give the file as the path"),

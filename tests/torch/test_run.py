@@ -380,6 +380,8 @@ def test_ctrl_c_without_an_answer_ends_the_program(bytewise: Path) -> None:
         (("-p", "a", "--ring", "r", "--memory", "9"), 2, "--memory is for a system of its own"),
         (("-p", "a", "--ring-slots", "9", "--memory", "9"), 2, "give one"),
         (("-p", "a", "--ring-slots", "2"), 2, "no client fits"),
+        (("-p", "a", "--device", "tpu"), 8, "device='tpu'"),
+        (("-p", "a", "--gpu-cache-gb", "4"), 8, "for device='cuda'"),
         (("-p", "a", "--top-p", "2"), 2, "--top-p 2: must be"),
         (("--json",), 2, "--json reports one answer"),
         (("-p", ""), 1, "an empty prompt"),

@@ -1,0 +1,349 @@
+"""Experts in GPU memory: the cache before the ring, and whole models on it.
+
+Everything runs on the CPU too, where a copy has ended when it returns; with CUDA it runs there as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import tinymodels  # noqa: E402
+from support import Served, serve  # noqa: E402
+from systems import make_vault  # noqa: E402
+from test_families import prompt  # noqa: E402
+from test_gguf_and_vault import decoded, write_vault  # noqa: E402
+from test_mxfp4 import write_mxfp4  # noqa: E402
+
+import smoe_mp  # noqa: E402
+import smoe_mp.transformers  # noqa: E402
+from smoe_mp.cuda import PADDING, ExpertCache, Pinned, packed, pin  # noqa: E402
+from smoe_mp.errors import ConfigError, ModelError, RingError  # noqa: E402
+from smoe_mp.ring import TensorInfo  # noqa: E402
+from smoe_mp.sources import open_source  # noqa: E402
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+Streamed = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def vault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vault(tmp_path_factory.mktemp("v") / "v.smoe", layers=2, experts=12)
+
+
+@pytest.fixture
+def served(vault: Path) -> Iterator[Served]:
+    with serve(open_source(vault), slots=6, workers=2) as served:
+        yield served
+
+
+def size_of_slot(ring: smoe_mp.Ring) -> int:
+    """Of one in GPU memory."""
+    return ring.slot_bytes + PADDING
+
+
+def bytes_of(expert: smoe_mp.Expert) -> dict[str, bytes]:
+    """What its tensors have, by name."""
+    return {name: bytes(expert._view(t.offset, (t.nbytes,), "|u1")) for name, t in expert.tensors.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_cache_is_an_exact_lru_of_the_ring_s_bytes(served: Served, device: str) -> None:
+    with served.attach() as ring:
+        wanted = {}
+        for layer in range(2):
+            for expert in ring.as_ready(layer, range(12)):
+                wanted[layer, expert.expert] = bytes_of(expert)
+        cache = ExpertCache(ring, 5 * size_of_slot(ring) + 7, device)
+        assert cache.slots == 5
+        lru: OrderedDict[tuple[int, int], None] = OrderedDict()
+        hits = misses = 0
+        rng = np.random.default_rng(1)
+        for _ in range(200):
+            layer = int(rng.integers(2))
+            experts = [int(e) for e in rng.choice(12, size=int(rng.integers(1, 6)), replace=False)]
+            for e in (e for e in experts if (layer, e) in lru):
+                lru.move_to_end((layer, e))
+                hits += 1
+            missing = [e for e in experts if (layer, e) not in lru]
+            misses += len(missing)
+            with cache.hold(layer, experts) as held:
+                for e, there in zip(experts, held, strict=True):
+                    found = {name: bytes(there.bytes_of(name).cpu().numpy()) for name in there.tensors}
+                    assert found == wanted[layer, e]
+            # What was missing came in the order in which it landed: only as a set is it known here.
+            held_now = {(layer, e) for e in experts}
+            while len(lru) + len(missing) > 5:
+                lru.pop(next(key for key in lru if key not in held_now))
+            for e in missing:
+                lru[layer, e] = None
+            assert set(cache._used) == set(lru)
+            lru = OrderedDict.fromkeys(cache._used)
+        assert (cache.stats.hits, cache.stats.misses) == (hits, misses)
+        assert cache.stats.evictions == misses - 5
+        cache.close()
+    served.assert_quiet()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_in_gpu_memory_are_those_of_the_ring(served: Served, device: str) -> None:
+    with served.attach() as ring:
+        cache = ExpertCache(ring, 4 * size_of_slot(ring), device)
+        with cache.hold(1, [7, 2]) as held, ring.fetch(1, [7, 2]) as batch:
+            for there, expert in zip(held, batch, strict=True):
+                for name in ("gate", "up", "down"):
+                    wanted = torch.from_numpy(expert.dequantize(name))
+                    assert torch.equal(there.tensor(name, torch.float32).cpu(), wanted)
+                    made = there.tensor(name, torch.bfloat16).cpu()
+                    assert torch.equal(made, wanted.to(torch.bfloat16))
+            held[0].tensors["odd"] = TensorInfo("odd", "U8", (3,), 0, 3)
+            with pytest.raises(RingError, match="no torch operations"):
+                held[0].tensor("odd", torch.float32)
+        cache.close()
+
+
+def test_tensors_of_experts_that_lie_otherwise_in_the_ring_are_at_the_same_places() -> None:
+    def table(*offsets: int) -> dict[str, TensorInfo]:
+        names, sizes = ("down", "gate", "up", "scales"), (100, 64, 64, 7)
+        made = zip(names, offsets, sizes, strict=True)
+        return {name: TensorInfo(name, "U8", (size,), offset, size) for name, offset, size in made}
+
+    one = packed(table(512, 624, 688, 752))
+    other = packed(table(40, 624, 688, 300))
+    assert {n: t.offset for n, t in one[0].items()} == {"down": 0, "gate": 112, "up": 176, "scales": 240}
+    assert one[0] == other[0]
+    assert one[1] == [(512, 0, 247)]
+    assert other[1] == [(40, 0, 100), (624, 112, 128), (300, 240, 7)]
+
+
+def test_what_does_not_fit_is_refused(served: Served) -> None:
+    with served.attach() as ring:
+        with pytest.raises(ConfigError, match="no room for an expert"):
+            ExpertCache(ring, size_of_slot(ring) - 1, "cpu")
+        cache = ExpertCache(ring, 2 * size_of_slot(ring), "cpu")
+        with pytest.raises(RingError, match=r"3 experts at once: .* has 2 slots"), cache.hold(0, [1, 2, 3]):
+            pass
+        with cache.hold(0, [1, 2]), pytest.raises(RingError, match="are held"), cache.hold(0, [3]):
+            pass
+        with cache.hold(0, [3]):  # they were given back
+            pass
+        assert served.census()["held"] == 0
+
+
+def test_a_mapping_is_registered_in_chunks_and_let_go_before_it_goes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = served.attach()
+    monkeypatch.setattr("smoe_mp.cuda.CHUNK_BYTES", 2 * ring.slot_bytes + 4096)
+    registered: dict[int, int] = {}
+
+    def register(pointer: int, size: int) -> int:
+        registered[pointer] = size
+        return 0
+
+    pinned = Pinned(ring, register, registered.pop)
+    assert sum(registered.values()) == pinned.nbytes == ring.slots * ring.slot_bytes
+    assert len(registered) == ring.slots // 2
+    assert all(size % ring.slot_bytes == 0 for size in registered.values())  # no copy is of two of them
+    places = sorted(registered)
+    assert all(a + registered[a] == b for a, b in itertools.pairwise(places))
+    ring.close()
+    assert registered  # the mapping is there for as long as it is registered
+    del pinned
+    gc.collect()
+    assert not registered
+
+
+def test_a_refusal_leaves_nothing_registered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smoe_mp.cuda.CHUNK_BYTES", 2 * 16384)
+    registered: dict[int, int] = {}
+
+    def register(pointer: int, size: int) -> int:
+        if len(registered) == 2:
+            return 801
+        registered[pointer] = size
+        return 0
+
+    with (
+        served.attach() as ring,
+        pytest.raises(RingError, match=r"cudaHostRegister of \d+ bytes.*: error 801"),
+    ):
+        Pinned(ring, register, registered.pop)
+    assert not registered
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_without_cuda_it_says_so(served: Served, tmp_path: Path) -> None:
+    with served.attach() as ring, pytest.raises(ConfigError, match="no CUDA device"):
+        ring.pin_cuda()
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    for device, said in (
+        ("cuda", "no CUDA device"),
+        ("xpu", "on the CPU and with CUDA"),
+        ("x", "device='x'"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            smoe_mp.transformers.load(path, device=device)
+    with pytest.raises(ModelError, match="gpu_cache_gb=1"):
+        smoe_mp.transformers.load(path, gpu_cache_gb=1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_registered_ring_is_pinned_to_torch(served: Served) -> None:
+    with served.attach() as ring:
+        pinned = pin(ring)
+        assert pinned is not None
+        with ring.fetch(0, [1]) as batch:
+            assert torch.from_numpy(batch[0].raw).is_pinned()
+        pinned.close()
+        with ring.fetch(0, [1]) as batch:
+            assert not torch.from_numpy(batch[0].raw).is_pinned()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_two_clients_register_one_ring(served: Served) -> None:
+    with served.attach() as first, served.attach() as second:
+        pinned = [pin(first), pin(second)]
+        assert None not in pinned
+        code = (
+            "import sys, smoe_mp; ring = smoe_mp.attach(sys.argv[1]); pinned = ring.pin_cuda();"
+            "assert pinned is not None; expert = ring.fetch(0, [1])[0]; gate = expert.tensors['gate'];"
+            "print(bytes(expert._view(gate.offset, (gate.nbytes,), '|u1')).hex())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, served.name], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        for ring in (first, second):
+            cache = ExpertCache(ring, 2 * size_of_slot(ring), "cuda", pinned[0])
+            with cache.hold(0, [1]) as held:
+                assert bytes(held[0].bytes_of("gate").cpu().numpy()).hex() == done.stdout.strip()
+            cache.close()
+
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe")
+
+
+def grouped(path: Path, device: str) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation="grouped_mm")
+    return model.to(device)
+
+
+def with_cache(model: Any, slots: int, device: str) -> ExpertCache:
+    """Have the model compute on `device`, with a cache of experts there."""
+    torch.nn.Module.to(model, device)
+    ring = smoe_mp.transformers.ring_of(model)
+    cache = model._smoe_stream.cache = ExpertCache(ring, slots * size_of_slot(ring), device)
+    assert smoe_mp.transformers.cache_of(model) is cache
+    return cache
+
+
+@torch.no_grad()
+def assert_same(model: Any, reference: Any, device: str) -> None:
+    """Logits twice, tokens by `generate`, and logits by the kernel of its decoding stage."""
+    ids = prompt().to(device)
+    for _ in range(2):
+        assert torch.equal(model(ids).logits, reference(ids).logits)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), reference.generate(ids, **settings))
+    model._smoe_stream.decoding = True
+    reference.set_experts_implementation("batched_mm")
+    for row in range(4):
+        one = ids[:1, row : row + 1]
+        assert torch.equal(model(one).logits, reference(one).logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [3, 100])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_a_cache_is_the_resident_one(
+    family: str, slots: int, device: str, tmp_path: Path, streamed: Streamed
+) -> None:
+    path = tinymodels.write(family, tmp_path / "m", torch.bfloat16)
+    model = streamed(path)
+    cache = with_cache(model, slots, device)
+    assert_same(model, grouped(path, device), device)
+    asked = cache.stats.hits + cache.stats.misses
+    assert asked > 0
+    if slots == 100:
+        assert cache.stats.evictions == 0
+        assert cache.stats.hits > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_whose_parts_lie_as_the_model_wants_them_are_not_copied(
+    device: str, tmp_path: Path, streamed: Streamed
+) -> None:
+    model = streamed(tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16, fused=True))
+    cache = with_cache(model, 100, device)
+    with torch.no_grad():
+        model(prompt().to(device))
+    stacks = [stack for of_layer in cache.stacks.values() for stack in of_layer.values()]
+    assert stacks
+    assert all(s is not None and s.untyped_storage().data_ptr() == cache.memory.data_ptr() for s in stacks)
+    cache.close()
+    assert cache.stacks == {}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [3, 100])
+def test_experts_in_blocks_become_numbers_on_the_device(
+    slots: int, device: str, tmp_path: Path, streamed: Streamed
+) -> None:
+    path, original = write_vault(tmp_path, torch.bfloat16)
+    reference = decoded(original, path).to(device)
+    reference.set_experts_implementation("grouped_mm")
+    model = streamed(path)
+    cache = with_cache(model, slots, device)
+    assert_same(model, reference, device)
+    assert set(cache.stacks[0].values()) == {None}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mxfp4_becomes_numbers_on_the_device(device: str, tmp_path: Path, streamed: Streamed) -> None:
+    pytest.importorskip("accelerate")
+    path = write_mxfp4(tmp_path / "m")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        dtype=torch.bfloat16,
+        experts_implementation="grouped_mm",
+    ).to(device)
+    model = streamed(path, dtype=torch.bfloat16)
+    with_cache(model, 100, device)
+    assert_same(model, reference, device)
+
+
+def test_another_device_than_the_experts_is_refused(tmp_path: Path, streamed: Streamed) -> None:
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    model = streamed(path)
+    experts = model.model.layers[1].mlp.experts
+    hidden = torch.zeros(2, model.config.hidden_size, dtype=torch.bfloat16, device="meta")
+    index = torch.zeros(2, 2, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(ModelError, match="load it with device='meta'"):
+        experts(hidden, index, torch.ones(2, 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_load_onto_cuda(tmp_path: Path) -> None:
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    model = smoe_mp.transformers.load(path, device="cuda", dtype=torch.bfloat16)
+    assert model.device.type == "cuda"
+    reference = grouped(path, "cuda")
+    ids = prompt().to("cuda")
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), reference.generate(ids, **settings))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, reference(ids).logits)
