@@ -29,8 +29,9 @@ from test_mxfp4 import write_mxfp4  # noqa: E402
 
 import smoe_mp  # noqa: E402
 import smoe_mp.transformers  # noqa: E402
+from smoe_mp.bench import cuda  # noqa: E402
 from smoe_mp.cuda import PADDING, ExpertCache, Pinned, packed, pin  # noqa: E402
-from smoe_mp.errors import ConfigError, ModelError, RingError  # noqa: E402
+from smoe_mp.errors import ConfigError, ModelError, RingError, SmoeError  # noqa: E402
 from smoe_mp.ring import TensorInfo  # noqa: E402
 from smoe_mp.sources import open_source  # noqa: E402
 
@@ -198,6 +199,12 @@ def test_without_cuda_it_says_so(served: Served, tmp_path: Path) -> None:
             smoe_mp.transformers.load(path, device=device)
     with pytest.raises(ModelError, match="gpu_cache_gb=1"):
         smoe_mp.transformers.load(path, gpu_cache_gb=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_the_benchmark_is_skipped_by_name_without_cuda(tmp_path: Path) -> None:
+    with pytest.raises(SmoeError, match=r"bench cuda: there is no CUDA device here.*skipped"):
+        cuda.run(lambda *_: None, tmp_path)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
