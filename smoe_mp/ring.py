@@ -44,6 +44,7 @@ _HOLD, _HOLDS = ffi.typeof("smoe_hold *"), ffi.typeof("smoe_hold[]")  # parsed o
 _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 #: Ranks behind the top-k that a trace has of a router.
 TRACED_RANKS = 8
+ID_MAX = 1 << 31  # of layers and experts: less than that
 _UNDER_WAY = (CENSUS.index("queued"), CENSUS.index("reading"))
 #: Slots that a request of more than the ring can keep goes on in, at most: enough for all workers to read.
 BULK_SLOTS = 64
@@ -296,13 +297,21 @@ class Batch(Sequence[Expert]):
 
     __slots__ = ("_experts", "_facts", "_handle", "_holds", "_layer", "_n")
 
-    def __init__(self, handle: _Handle, facts: _Facts, layer: int, experts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        handle: _Handle,
+        facts: _Facts,
+        layer: int,
+        experts: Sequence[int],
+        _new: Any = ffi.new,
+        _kind: Any = _HOLDS,
+    ) -> None:
         self._handle = handle
         self._facts = facts
         self._layer = layer
         self._experts = experts
-        self._n = len(experts)
-        self._holds = ffi.new(_HOLDS, self._n)
+        self._n = n = len(experts)
+        self._holds = _new(_kind, n)
 
     def __len__(self) -> int:
         return self._n
@@ -320,9 +329,13 @@ class Batch(Sequence[Expert]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        e: BaseException | None,
+        t: TracebackType | None,
+        _release: Any = lib.smoe_release,
     ) -> None:
-        self.release()
+        _release(self._handle.ptr, self._holds, self._n)
 
     def __del__(self, _release: Any = lib.smoe_release) -> None:
         if self._handle.ptr is not None:
@@ -385,6 +398,7 @@ class Ring:
         self.speculation_ranks = int(info.speculation_ranks)
         self._grid = (int(info.grid_layers), int(info.grid_experts))
         self._tracing = lib.smoe_tracing(handle.ptr)
+        self._errors: list[Any] = []  # for calls that are to be quick
 
     def __repr__(self) -> str:
         return f"<smoe_mp.Ring {self._name!r} {'closed' if self._handle is None else f'{self.slots} slots'}>"
@@ -415,7 +429,7 @@ class Ring:
     # --- ids ------------------------------------------------------------------------------------
 
     def _one_id(self, value: Any, what: str) -> int:
-        if type(value) is int and 0 <= value < 2**31:
+        if type(value) is int and 0 <= value < ID_MAX:
             return value
         if isinstance(value, (bool, np.bool_)):
             raise IdError(f"ring {self._name}: {what} {value!r} is a truth value, not a number")
@@ -423,15 +437,16 @@ class Ring:
             number = operator.index(value)
         except TypeError:
             raise IdError(f"ring {self._name}: {what} {value!r} is not a whole number") from None
-        if not 0 <= number < 2**31:
+        if not 0 <= number < ID_MAX:
             raise IdError(f"ring {self._name}: there is no {what} {number}")
         return number
 
     def _ids(self, experts: Iterable[Any]) -> list[int]:
         ids = experts.tolist() if isinstance(experts, np.ndarray) else list(experts)
-        if all(type(x) is int and 0 <= x < 2**31 for x in ids):
-            return ids
-        return [self._one_id(x, "expert") for x in ids]
+        for x in ids:  # faster than all(...), and this is called for each layer of each token
+            if type(x) is not int or not 0 <= x < ID_MAX:
+                return [self._one_id(one, "expert") for one in ids]
+        return ids
 
     def _fail(self, code: int, error: Any, handle: _Handle, layer: int, ids: Sequence[int]) -> NoReturn:
         if code == lib.SMOE_EID:
@@ -455,12 +470,22 @@ class Ring:
         Busy (slots could not be had), ExpertReadError, ReadTimeout, NoSupervisor, RingStopping,
         RingReplaced, RingClosed, RingForked, LeaseLost; then nothing is held.
         """
-        handle, layer = self._open(), self._one_id(layer, "layer")
+        handle = self._handle or self._open()
+        if type(layer) is not int or not 0 <= layer < ID_MAX:
+            layer = self._one_id(layer, "layer")
         ids = self._ids(experts)
-        batch, error = Batch(handle, self._facts, layer, ids), new_error()
-        ms, n = _milliseconds(timeout), len(ids)
+        n = len(ids)
+        batch = Batch(handle, self._facts, layer, ids)
+        ms = -1 if timeout is None else _milliseconds(timeout)
+        try:  # an error's memory is used again, as long as there was none
+            error = self._errors.pop()
+        except IndexError:
+            error = new_error()
         try:
             code = lib.smoe_fetch(handle.ptr, layer, ids, n, batch._holds, ms, error)
+            if code >= 0:
+                self._errors.append(error)
+                return batch
             while code == -errno.EINTR:
                 if batch._holds[0].status:  # interrupted in the wait
                     code = lib.smoe_wait(handle.ptr, batch._holds, n, ms, error)
