@@ -66,6 +66,9 @@ quietly() {
 }
 quietly ninja -C "$build"
 quietly "$build/cc" -shared -o "$build/libsmoe.$so" "$build"/CMakeFiles/smoe_core.dir/*.o
+# Python's type needs Python's headers alone, which are alike everywhere for the stable ABI.
+quietly "$build/cc" -std=c11 -Wall -Wextra -Werror -I"$here" \
+    -I"$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')" -c -o "$build/held.o" "$here/held.c"
 cd "$build"
 made=libsmoe.$so
 for f in smoe-* tests/*; do

@@ -34,13 +34,23 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp import dequant, stats
+from smoe_mp._held import Held, demand, install
+from smoe_mp._held import batch as batch_of
 from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, text
 from smoe_mp.errors import IdError, RingClosed, RingError, VaultError
 from smoe_mp.segments import CENSUS, MODES, check_name
 from smoe_mp.sources import scaled
 from smoe_mp.sources.dtypes import BITS, NUMPY
 
-_HOLD, _HOLDS = ffi.typeof("smoe_hold *"), ffi.typeof("smoe_hold[]")  # parsed once, not at each call
+_HOLD = ffi.typeof("smoe_hold *")  # parsed once, not at each call
+
+
+def _address(function: str) -> int:
+    return int(ffi.cast("uintptr_t", ffi.addressof(lib, function)))
+
+
+_FETCH, _ACQUIRE = _address("smoe_fetch"), _address("smoe_acquire")
+install(_address("smoe_release"))
 _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 #: Ranks behind the top-k that a trace has of a router.
 TRACED_RANKS = 8
@@ -62,17 +72,19 @@ def _milliseconds(timeout: float | None) -> int:
 class _Handle:
     """Owner of the native handle.  Ring, batches and views share it; the last one to go detaches."""
 
-    __slots__ = ("name", "ptr")
+    __slots__ = ("address", "name", "ptr")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.ptr: Any = None
+        self.address = 0
 
     def attach(self, role: int, label: str) -> None:
         out, error = ffi.new("smoe_ring **"), new_error()
         code = lib.smoe_attach(self.name.encode(), role, 0, label.encode()[:31], out, error)
         check(code, error, self.name)
         self.ptr = out[0]
+        self.address = int(ffi.cast("uintptr_t", self.ptr))
         lib.smoe_set_interruptible(self.ptr, 1)
 
     def __del__(self, _detach: Any = lib.smoe_detach) -> None:
@@ -186,7 +198,8 @@ class Expert:
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         """Its tensors by name, scales ("gate.scales") included."""
-        return self._batch._facts.tensors(self._hold().expert_index)
+        facts: _Facts = self._batch._facts
+        return facts.tensors(self._hold().expert_index)
 
     def __getitem__(self, name: str) -> npt.NDArray[Any] | QuantizedTensor:
         """A tensor as a read-only view: a numpy array of its dtype and shape, with the types of ml_dtypes
@@ -292,29 +305,14 @@ class _Facts:
         return known
 
 
-class Batch(Sequence[Expert]):
+class Batch(Held, Sequence[Expert]):
     """Experts that are held, in the order asked for, until the block ends or `release`."""
 
-    __slots__ = ("_experts", "_facts", "_handle", "_holds", "_layer", "_n")
+    __slots__ = ()
 
-    def __init__(
-        self,
-        handle: _Handle,
-        facts: _Facts,
-        layer: int,
-        experts: Sequence[int],
-        _new: Any = ffi.new,
-        _kind: Any = _HOLDS,
-    ) -> None:
-        self._handle = handle
-        self._facts = facts
-        self._layer = layer
-        self._experts = experts
-        self._n = n = len(experts)
-        self._holds = _new(_kind, n)
-
-    def __len__(self) -> int:
-        return self._n
+    @property
+    def _holds(self) -> Any:
+        return ffi.cast(_HOLD, self._address)
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
@@ -325,34 +323,20 @@ class Batch(Sequence[Expert]):
         at %= self._n
         return Expert(self, at, self._layer, self._experts[at])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        e: BaseException | None,
-        t: TracebackType | None,
-        _release: Any = lib.smoe_release,
-    ) -> None:
-        _release(self._handle.ptr, self._holds, self._n)
-
-    def __del__(self, _release: Any = lib.smoe_release) -> None:
-        if self._handle.ptr is not None:
-            _release(self._handle.ptr, self._holds, self._n)
-
     @property
     def hits(self) -> int:
         """How many were resident when asked for."""
-        return sum(bool(h.hit) for h in self._holds)
+        holds = self._holds
+        return sum(bool(holds[i].hit) for i in range(self._n))
 
     @property
     def landed(self) -> bool:
         """Whether no read of it is under way any more, so that `wait` returns or raises at once."""
-        ptr = self._handle.ptr
+        ptr, holds = self._handle.ptr, self._holds
         return not any(
-            h.status == lib.SMOE_HOLD_LOADING and lib.smoe_slot_word(ptr, h.slot) & 7 in _UNDER_WAY
-            for h in self._holds
+            holds[i].status == lib.SMOE_HOLD_LOADING
+            and lib.smoe_slot_word(ptr, holds[i].slot) & 7 in _UNDER_WAY
+            for i in range(self._n)
         )
 
     def wait(self, timeout: float | None = None) -> Self:
@@ -375,10 +359,6 @@ class Batch(Sequence[Expert]):
             raise
         return self
 
-    def release(self) -> None:
-        """Give up the batch's holds; views keep theirs.  A second call does nothing."""
-        lib.smoe_release(self._handle.ptr, self._holds, self._n)
-
 
 class Ring:
     """A ring that this process is a client of.  Made by `attach`; a context manager."""
@@ -398,7 +378,6 @@ class Ring:
         self.speculation_ranks = int(info.speculation_ranks)
         self._grid = (int(info.grid_layers), int(info.grid_experts))
         self._tracing = lib.smoe_tracing(handle.ptr)
-        self._errors: list[Any] = []  # for calls that are to be quick
 
     def __repr__(self) -> str:
         return f"<smoe_mp.Ring {self._name!r} {'closed' if self._handle is None else f'{self.slots} slots'}>"
@@ -471,26 +450,36 @@ class Ring:
         RingReplaced, RingClosed, RingForked, LeaseLost; then nothing is held.
         """
         handle = self._handle or self._open()
-        if type(layer) is not int or not 0 <= layer < ID_MAX:
-            layer = self._one_id(layer, "layer")
-        ids = self._ids(experts)
-        n = len(ids)
-        batch = Batch(handle, self._facts, layer, ids)
         ms = -1 if timeout is None else _milliseconds(timeout)
-        try:  # an error's memory is used again, as long as there was none
-            error = self._errors.pop()
-        except IndexError:
-            error = new_error()
+        made = demand(Batch, _FETCH, handle.address, handle, self._facts, layer, experts, ms)
+        return made if type(made) is Batch else self._go_on(made, _FETCH, layer, experts, ms)
+
+    def _go_on(
+        self,
+        made: Batch | tuple[Batch, int, bytes] | None,
+        function: int,
+        layer: Any,
+        experts: Iterable[Any],
+        ms: int,
+    ) -> Batch:
+        """After `demand` gave no batch: numbers of other kinds, signals, errors."""
+        handle = self._open()
+        if made is None:
+            layer, experts = self._one_id(layer, "layer"), self._ids(experts)
+            made = demand(Batch, function, handle.address, handle, self._facts, layer, experts, ms)
+        if isinstance(made, Batch):
+            return made
+        assert made is not None
+        batch, code, record = made
+        ids, n, error = batch._experts, batch._n, new_error()
+        ffi.buffer(error)[:] = record
+        again = lib.smoe_fetch if function == _FETCH else lib.smoe_acquire
         try:
-            code = lib.smoe_fetch(handle.ptr, layer, ids, n, batch._holds, ms, error)
-            if code >= 0:
-                self._errors.append(error)
-                return batch
-            while code == -errno.EINTR:
+            while code == -errno.EINTR:  # the handlers of Python's signals run between two turns
                 if batch._holds[0].status:  # interrupted in the wait
                     code = lib.smoe_wait(handle.ptr, batch._holds, n, ms, error)
                 else:
-                    code = lib.smoe_fetch(handle.ptr, layer, ids, n, batch._holds, ms, error)
+                    code = again(handle.ptr, layer, ids, n, batch._holds, ms, error)
             if code < 0:
                 self._fail(code, error, handle, layer, ids)
         except BaseException:  # a handler's exception, too, comes right behind a call that took holds
@@ -500,20 +489,14 @@ class Ring:
 
     def acquire(self, layer: int, experts: Iterable[int], timeout: float | None = None) -> Batch:
         """Demand with hold, without waiting for the reads: `batch.wait()` does.  Errors as for `fetch`."""
-        handle, layer = self._open(), self._one_id(layer, "layer")
-        ids = self._ids(experts)
-        batch, error = Batch(handle, self._facts, layer, ids), new_error()
-        ms = _milliseconds(timeout)
-        code = -errno.EINTR
-        try:
-            while code == -errno.EINTR:
-                code = lib.smoe_acquire(handle.ptr, layer, ids, len(ids), batch._holds, ms, error)
-            if code < 0:
-                self._fail(code, error, handle, layer, ids)
-        except BaseException:
-            batch.release()
-            raise
-        return batch
+        handle = self._handle or self._open()
+        ms = -1 if timeout is None else _milliseconds(timeout)
+        made = demand(Batch, _ACQUIRE, handle.address, handle, self._facts, layer, experts, ms)
+        return made if type(made) is Batch else self._go_on(made, _ACQUIRE, layer, experts, ms)
+
+    def _batch(self, handle: _Handle, layer: int, ids: list[int]) -> Batch:
+        """One that holds nothing yet."""
+        return batch_of(Batch, handle.address, handle, self._facts, layer, ids)
 
     def wait(self, batch: Batch, timeout: float | None = None) -> Batch:
         """`batch.wait(timeout)`."""
@@ -528,7 +511,7 @@ class Ring:
         """The non-blocking poll: a batch of one if the expert is resident, else None.  Reads nothing."""
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = [self._one_id(expert, "expert")]
-        batch, error = Batch(handle, self._facts, layer, ids), new_error()
+        batch, error = self._batch(handle, layer, ids), new_error()
         try:
             code = lib.smoe_claim_specific(handle.ptr, layer, ids[0], batch._holds, error)
             if code < 0:
@@ -589,7 +572,7 @@ class Ring:
         """
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = self._ids(experts)
-        return _Waves(self, Batch(handle, self._facts, layer, ids), timeout).run()
+        return _Waves(self, self._batch(handle, layer, ids), timeout).run()
 
     def in_order(
         self, layer: int, experts: Iterable[int], timeout: float | None = None
@@ -598,7 +581,7 @@ class Ring:
         overlap with computing and with each other, but an expert waits for those before it."""
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = self._ids(experts)
-        return _Waves(self, Batch(handle, self._facts, layer, ids), timeout, in_order=True).run()
+        return _Waves(self, self._batch(handle, layer, ids), timeout, in_order=True).run()
 
     def pin_cuda(self) -> Any:
         """Register the ring's memory with CUDA, so that copies to a GPU run at the bus's speed: keep what is

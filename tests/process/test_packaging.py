@@ -50,6 +50,7 @@ def test_the_wheel_is_abi3_and_holds_module_worker_and_configs(wheel: Path) -> N
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
         "_smoe.abi3.so",
+        "_held.abi3.so",
         "smoe-worker",
         "py.typed",
         "configs/demo.toml",

@@ -33,9 +33,9 @@ from support import (
 )
 
 import smoe_mp
-from smoe_mp import errors
+from smoe_mp import _held, errors
 from smoe_mp._native import ffi, lib
-from smoe_mp.ring import QuantizedTensor
+from smoe_mp.ring import Batch, QuantizedTensor
 from smoe_mp.segments import probe
 from smoe_mp.sources.base import Expert, Extent, Tensor
 from smoe_mp.sources.smoe import open_smoe
@@ -270,6 +270,58 @@ def test_an_expert_named_twice(ring: smoe_mp.Ring, served: Served, twice: list[i
             call(0, twice)
     assert_nothing_held(served)
     assert served.counters()["misses"] == 0
+
+
+def test_what_a_batch_refers_to_is_let_go(ring: smoe_mp.Ring, served: Served) -> None:
+    """Hits, errors, numbers of other kinds, and batches that are not released by a block."""
+    ids, odd = [3, 1], np.arange(2)
+
+    def use() -> None:
+        with ring.fetch(0, ids), ring.acquire(0, odd) as other:
+            other.wait()
+        ring.fetch(0, ids).release()
+        ring.fetch(0, ids)
+        for bad in ([3, 3], [2**40], [True], None):
+            with pytest.raises((errors.IdError, TypeError)):
+                ring.fetch(0, bad)  # type: ignore[arg-type]
+
+    def references() -> list[int]:
+        gc.collect()
+        return [sys.getrefcount(o) for o in (ring._handle, ring._facts, ids, odd)]
+
+    use()
+    before = references()
+    for _ in range(50):
+        use()
+    assert references() == before
+    assert_nothing_held(served)
+
+
+def test_the_list_that_was_given_may_change(ring: smoe_mp.Ring) -> None:
+    ids = [3, 1]
+    with ring.fetch(0, ids) as batch:
+        ids[:] = [0]
+        assert [expert.expert for expert in batch] == [3, 1]
+
+
+def test_a_batch_of_more_than_a_few(tmp_path: Path) -> None:
+    source = stamped_source(tmp_path / "s", experts=20)
+    mine = [(i, x) for i, x in enumerate(source.experts) if x.layer == source.experts[0].layer]
+    assert len(mine) == 20
+    with serve(source, slots=40, workers=2) as served, served.attach() as ring:
+        for _ in range(2):
+            with ring.fetch(mine[0][1].layer, [x.expert for _, x in mine]) as batch:
+                assert [parts_of(expert) for expert in batch] == [source.expected(i) for i, _ in mine]
+
+
+def test_the_native_functions_check_what_they_are_given(ring: smoe_mp.Ring) -> None:
+    for call in (_held.demand, _held.batch):
+        with pytest.raises(TypeError, match=call.__name__):
+            call(Batch)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="no ring"):
+        _held.batch(Batch, 0, ring._handle, ring._facts, 0, [1])
+    with pytest.raises(TypeError):
+        _held.Held()
 
 
 def test_an_empty_list_gives_an_empty_batch(ring: smoe_mp.Ring, served: Served) -> None:
