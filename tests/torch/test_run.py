@@ -329,8 +329,10 @@ class Terminal:
             if not select.select([self._fd], [], [], 1.0)[0]:
                 self.type(keys)
             elif not self._read():
+                # Only then: what closes a terminal sends SIGHUP to whoever has not quite ended.
+                status = os.waitpid(self.pid, 0)[1]
                 os.close(self._fd)
-                return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                return os.waitstatus_to_exitcode(status)
         os.kill(self.pid, signal.SIGABRT)
         while self._read():
             pass
