@@ -102,6 +102,8 @@ def pin(ring: Ring) -> Pinned | None:
             runtime.cudaHostUnregister,
         )
     except RingError as error:
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for whoever asks next
+            torch.zeros(1, device="cuda")
         warnings.warn(f"{error}: copies to the GPU go through pinned buffers and are slower", stacklevel=2)
         return None
 

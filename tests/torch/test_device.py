@@ -220,6 +220,25 @@ def test_a_registered_ring_is_pinned_to_torch(served: Served) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_where_the_driver_refuses_copies_go_through_buffers(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smoe_mp.cuda.READ_ONLY", 0)  # without it a mapping that is read-only is refused
+    with served.attach() as ring:
+        with pytest.warns(UserWarning, match="cudaHostRegister .* slower") as said:
+            pinned = pin(ring)
+        assert pinned is None
+        assert len(said) == 1
+        cache = ExpertCache(ring, 3 * size_of_slot(ring), "cuda", pinned)
+        for ids in ([1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 5, 8]):
+            with cache.hold(1, ids) as held, ring.fetch(1, ids) as batch:
+                for there, expert in zip(held, batch, strict=True):
+                    found = {name: bytes(there.bytes_of(name).cpu().numpy()) for name in there.tensors}
+                    assert found == bytes_of(expert)
+        cache.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_two_clients_register_one_ring(served: Served) -> None:
     with served.attach() as first, served.attach() as second:
         pinned = [pin(first), pin(second)]
