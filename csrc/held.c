@@ -1,4 +1,4 @@
-/* A batch of held experts, as a type of Python's: the module smoe_mp._held.
+/* A batch of held experts and views of their bytes, as types of Python's: the module smoe_mp._held.
  *
  * Everything else goes through cffi.  But a token asks for experts once a layer, some fifty times, and what a
  * hit costs from Python was nearly all in making objects: an object with six attributes, an array of holds, an
@@ -12,7 +12,15 @@
  *
  *     batch(type, ring, handle, facts, layer, experts)
  *
- * makes one that holds nothing yet.  Addresses come as numbers: this module is linked with nothing of the core's,
+ * makes one that holds nothing yet, and
+ *
+ *     view(batch, index, offset, bytes, writable)
+ *
+ * bytes of the slot of its expert `index` as a buffer that has a hold of its own, for as long as anybody uses it;
+ * None where the batch does not hold that expert; an error's number.  `writable` is what the buffer says of itself: the
+ * memory is mapped read-only either way, but some that only read ask for one that can be written to.
+ *
+ * Addresses come as numbers: this module is linked with nothing of the core's,
  * whose functions are those of the cffi module.
  *
  * Who keeps what alive: a batch owns a reference to `handle`, whose end detaches from the ring, so the ring is
@@ -43,7 +51,23 @@ typedef struct {
     smoe_hold holds[];
 } held;
 
-static release_fn release_holds; /* of the cffi module, by `install` */
+typedef int (*again_fn)(smoe_ring *, const smoe_hold *, smoe_hold *);
+typedef const void *(*data_fn)(const smoe_ring *, uint32_t);
+
+typedef struct {
+    PyObject_HEAD PyObject *handle;
+    smoe_ring *ring;
+    smoe_hold hold;
+    const char *at;
+    Py_ssize_t bytes;
+    int writable;
+} view;
+
+/* Of the cffi module, by `install`. */
+static release_fn release_holds;
+static again_fn hold_again;
+static data_fn slot_data;
+static PyTypeObject *view_type;
 
 static void let_go(held *b) {
     if (b->n > 0)
@@ -219,18 +243,104 @@ out:
     return result;
 }
 
-static PyObject *held_install(PyObject *module, PyObject *address) {
+/* --- views --- */
+
+static PyObject *held_view(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     (void)module;
-    release_holds = (release_fn)(uintptr_t)PyLong_AsVoidPtr(address);
+    if (nargs != 5) {
+        PyErr_SetString(PyExc_TypeError, "view(batch, index, offset, bytes, writable)");
+        return NULL;
+    }
+    held *b = (held *)args[0]; /* the caller's word for it: this module is for ring.py alone */
+    Py_ssize_t index = PyLong_AsSsize_t(args[1]), offset = PyLong_AsSsize_t(args[2]), bytes = PyLong_AsSsize_t(args[3]);
+    int writable = PyObject_IsTrue(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (index < 0 || index >= b->n || offset < 0 || bytes < 0) {
+        PyErr_SetString(PyExc_IndexError, "view: no such part of the batch");
+        return NULL;
+    }
+    if (b->holds[index].status != SMOE_HOLD_RESIDENT)
+        Py_RETURN_NONE;
+    view *v = (view *)PyType_GenericAlloc(view_type, 0); /* zeroed */
+    if (!v)
+        return NULL;
+    int code = hold_again(b->ring, &b->holds[index], &v->hold);
+    if (code < 0) {
+        Py_DECREF((PyObject *)v);
+        return PyLong_FromLong(code);
+    }
+    v->handle = Py_NewRef(b->handle);
+    v->ring = b->ring;
+    v->at = (const char *)slot_data(b->ring, v->hold.slot) + offset;
+    v->bytes = bytes;
+    v->writable = writable;
+    return (PyObject *)v;
+}
+
+static void view_dealloc(PyObject *self) {
+    view *v = (view *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc tp_free = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    if (v->ring)
+        (void)release_holds(v->ring, &v->hold, 1);
+    Py_XDECREF(v->handle);
+    tp_free(self);
+    Py_DECREF(type);
+}
+
+static int view_buffer(PyObject *self, Py_buffer *out, int flags) {
+    view *v = (view *)self;
+    return PyBuffer_FillInfo(out, self, (void *)(uintptr_t)v->at, v->bytes, !v->writable, flags);
+}
+
+static PyObject *view_address(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromVoidPtr((void *)(uintptr_t)((view *)self)->at);
+}
+
+static PyGetSetDef view_getset[] = {
+    {"address", view_address, NULL, "Where its first byte lies.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot view_slots[] = {
+    {Py_tp_dealloc, view_dealloc},
+    {Py_tp_getset, view_getset},
+    {Py_bf_getbuffer, view_buffer},
+    {0, NULL},
+};
+
+static PyType_Spec view_spec = {
+    .name = "smoe_mp._held.View",
+    .basicsize = (int)sizeof(view),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = view_slots,
+};
+
+/* --- the module --- */
+
+static PyObject *held_install(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "install(smoe_release, smoe_hold_again, smoe_slot_data)");
+        return NULL;
+    }
+    release_holds = (release_fn)(uintptr_t)PyLong_AsVoidPtr(args[0]);
+    hold_again = (again_fn)(uintptr_t)PyLong_AsVoidPtr(args[1]);
+    slot_data = (data_fn)(uintptr_t)PyLong_AsVoidPtr(args[2]);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
-    {"install", held_install, METH_O, "The address of smoe_release; before all else."},
+    {"install", (PyCFunction)(void (*)(void))held_install, METH_FASTCALL,
+     "The addresses of smoe_release, smoe_hold_again and smoe_slot_data; before all else."},
     {"batch", (PyCFunction)(void (*)(void))held_batch, METH_FASTCALL, "A batch that holds nothing yet."},
     {"demand", (PyCFunction)(void (*)(void))held_demand, METH_FASTCALL, "Demand experts; the batch that holds them."},
+    {"view", (PyCFunction)(void (*)(void))held_view, METH_FASTCALL, "Bytes of an expert, with a hold of their own."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -240,7 +350,9 @@ static int executed(PyObject *module) {
         return -1;
     int rc = PyModule_AddObjectRef(module, "Held", type);
     Py_DECREF(type);
-    return rc;
+    if (rc == 0 && !view_type && !(view_type = (PyTypeObject *)PyType_FromSpec(&view_spec)))
+        rc = -1;
+    return rc ? rc : PyModule_AddObjectRef(module, "View", (PyObject *)view_type);
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, executed}, {0, NULL}};

@@ -27,6 +27,7 @@ import operator
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -34,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp import dequant, stats
-from smoe_mp._held import Held, demand, install
+from smoe_mp._held import Held, View, demand, install, view
 from smoe_mp._held import batch as batch_of
 from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, text
 from smoe_mp.errors import IdError, RingClosed, RingError, VaultError
@@ -50,7 +51,7 @@ def _address(function: str) -> int:
 
 
 _FETCH, _ACQUIRE = _address("smoe_fetch"), _address("smoe_acquire")
-install(_address("smoe_release"))
+install(_address("smoe_release"), _address("smoe_hold_again"), _address("smoe_slot_data"))
 _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 #: Ranks behind the top-k that a trace has of a router.
 TRACED_RANKS = 8
@@ -91,26 +92,6 @@ class _Handle:
         if self.ptr is not None:
             _detach(self.ptr)
             self.ptr = None
-
-
-class _ViewHold:
-    """Base object of a view: a hold of its own on the slot, given up when no array uses it any more."""
-
-    __slots__ = ("__array_interface__", "_handle", "_hold")
-
-    def __init__(self, handle: _Handle, hold: Any, place: int, shape: tuple[int, ...], typestr: str) -> None:
-        self._handle = handle
-        self._hold = ffi.new(_HOLD)
-        check_plain(lib.smoe_hold_again(handle.ptr, hold, self._hold), handle.name)
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (place, True),
-            "shape": shape,
-            "typestr": typestr,
-        }
-
-    def __del__(self, _release: Any = lib.smoe_release) -> None:
-        _release(self._handle.ptr, self._hold, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +146,23 @@ class Expert:
             )
         return hold
 
+    def memory(self, offset: int, nbytes: int, *, writable: bool = False) -> View:
+        """Bytes of its slot as a buffer, which holds the slot for as long as it is used.
+
+        `writable`: as which it gives itself out, for those who take no other; who writes dies of it.
+        RingError where the expert is not held.
+        """
+        made = view(self._batch, self._index, offset, nbytes, writable)
+        if isinstance(made, View):
+            return made
+        self._hold()  # says why
+        check_plain(made or lib.SMOE_ELEASE, self._batch._handle.name)
+        raise AssertionError
+
     def _view(self, offset: int, shape: tuple[int, ...], typestr: str) -> npt.NDArray[Any]:
-        hold = self._hold()
-        handle = self._batch._handle
-        base = int(ffi.cast("uintptr_t", lib.smoe_slot_data(handle.ptr, hold.slot)))
-        return np.asarray(_ViewHold(handle, ffi.addressof(hold), base + offset, shape, typestr))
+        dtype = np.dtype(typestr)
+        buffer: Any = self.memory(offset, prod(shape) * dtype.itemsize)
+        return np.ndarray(shape, dtype, buffer=buffer)
 
     @property
     def hit(self) -> bool:

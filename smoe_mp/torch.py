@@ -19,13 +19,13 @@ both (tables.py); a tensor for which they could not is copied.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from smoe_mp import dequant, torch_blocks
+from smoe_mp._held import View
 from smoe_mp.errors import RingError
 from smoe_mp.ring import Expert, TensorInfo
 from smoe_mp.sources.dtypes import BITS
@@ -138,7 +138,7 @@ def over(expert: Expert, info: TensorInfo) -> torch.Tensor:
     if not info.nbytes:
         return torch.empty(shape, dtype=dtype)
     memory = _memory(expert, info)
-    if ctypes.addressof(memory) % max(alignment_of(info.dtype), dtype.itemsize):
+    if memory.address % max(alignment_of(info.dtype), dtype.itemsize):
         return torch.frombuffer(memory, dtype=torch.uint8).clone().view(dtype).view(shape)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -187,10 +187,7 @@ def _info(expert: Expert, name: str) -> TensorInfo:
     return known[name]
 
 
-def _memory(expert: Expert, info: TensorInfo) -> Any:
-    """The tensor's bytes as a ctypes array over the ring, which owns a hold: writable as far as torch can
-    tell, so that it does not warn."""
-    array = expert._view(info.offset, (info.nbytes,), "|u1")
-    memory: Any = (ctypes.c_ubyte * info.nbytes).from_address(array.__array_interface__["data"][0])
-    memory.owner = array
-    return memory
+def _memory(expert: Expert, info: TensorInfo) -> View:
+    """The tensor's bytes over the ring, with a hold of their own: writable as far as torch can tell, so
+    that it does not warn."""
+    return expert.memory(info.offset, info.nbytes, writable=True)

@@ -197,6 +197,18 @@ class StreamedWeight:
         self.dtype = parameter.dtype
         self.ndim = len(self.shape)
         self.recipe: Recipe = ()
+        self._places: dict[int, TensorInfo | None] = {}  # by expert, of the ring that `_ring` is
+        self._ring: Ring | None = None
+
+    def place_of(self, expert: Expert) -> TensorInfo | None:
+        """Where the slice lies as floating-point numbers in one piece; None: it does not."""
+        if self._ring is not self.layer.stream.ring:
+            self._ring, self._places = self.layer.stream.ring, {}
+        try:
+            return self._places[expert.expert]
+        except KeyError:
+            found = self._places[expert.expert] = adjacent(expert.tensors, self.recipe)
+            return found
 
     def __repr__(self) -> str:
         return f"<StreamedWeight {self.name} {list(self.shape)} {self.dtype}>"
@@ -222,8 +234,9 @@ def _slice(expert: Expert, weight: StreamedWeight) -> Any:
     names, threads = weight.recipe, weight.layer.stream.threads
     if names[0].endswith(BLOCKS):
         return _mxfp4(expert, names[0], weight)
-    if len(names) > 1 and (joined := adjacent(expert.tensors, names)) is not None:
-        return views.over(expert, joined).to(weight.dtype)
+    if (place := weight.place_of(expert)) is not None:
+        made = views.over(expert, place)
+        return made if made.dtype == weight.dtype else made.to(weight.dtype)
     parts = [views.dequantize(expert, name, weight.dtype, threads=threads) for name in names]
     if len(parts) == 1:
         return parts[0]

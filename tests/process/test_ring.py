@@ -279,6 +279,9 @@ def test_what_a_batch_refers_to_is_let_go(ring: smoe_mp.Ring, served: Served) ->
     def use() -> None:
         with ring.fetch(0, ids), ring.acquire(0, odd) as other:
             other.wait()
+        with ring.fetch(0, ids) as batch:
+            views = [memoryview(expert.memory(0, 8)) for expert in batch]  # type: ignore[arg-type]
+        assert all(v.readonly and v.nbytes == 8 for v in views)
         ring.fetch(0, ids).release()
         ring.fetch(0, ids)
         for bad in ([3, 3], [2**40], [True], None):
@@ -315,13 +318,18 @@ def test_a_batch_of_more_than_a_few(tmp_path: Path) -> None:
 
 
 def test_the_native_functions_check_what_they_are_given(ring: smoe_mp.Ring) -> None:
-    for call in (_held.demand, _held.batch):
+    for call in (_held.demand, _held.batch, _held.view, _held.install):
         with pytest.raises(TypeError, match=call.__name__):
-            call(Batch)  # type: ignore[call-arg]
+            call(Batch)  # type: ignore[call-arg,arg-type,operator]
+    with ring.fetch(0, [1]) as batch:
+        for index, offset, nbytes in ((1, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1)):
+            with pytest.raises(IndexError):
+                _held.view(batch, index, offset, nbytes, False)
     with pytest.raises(ValueError, match="no ring"):
         _held.batch(Batch, 0, ring._handle, ring._facts, 0, [1])
-    with pytest.raises(TypeError):
-        _held.Held()
+    for kind in (_held.Held, _held.View):
+        with pytest.raises(TypeError):
+            kind()
 
 
 def test_an_empty_list_gives_an_empty_batch(ring: smoe_mp.Ring, served: Served) -> None:
