@@ -238,6 +238,48 @@ def test_where_the_driver_refuses_copies_go_through_buffers(
         cache.close()
 
 
+def bytes_there(expert: Any) -> dict[str, bytes]:
+    return {name: bytes(expert.bytes_of(name).cpu().numpy()) for name in expert.tensors}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_slot_of_the_ring_is_held_until_its_copy_has_ended(served: Served) -> None:
+    with served.attach() as ring:
+        wanted = {e: bytes_of(ring.fetch(0, [e])[0]) for e in range(12)}
+        pinned = pin(ring)
+        cache = ExpertCache(ring, 3 * size_of_slot(ring), "cuda", pinned)
+        with torch.cuda.stream(cache._stream):
+            torch.cuda._sleep(4_000_000_000)  # cycles: two seconds
+        with cache.hold(0, [1, 2, 3]):
+            held = served.census()["held"]
+            under_way = not cache._copying[0][0].query()
+            assert held == 3 or not under_way
+        for e in range(4, 12):  # the other slots are used again and again meanwhile
+            ring.fetch(0, [e]).release()
+        with cache.hold(0, [1, 2, 3]) as there:
+            assert [bytes_there(x) for x in there] == [wanted[e] for e in (1, 2, 3)]
+        cache.close()
+        assert served.census()["held"] == 0
+        del pinned
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_slot_in_gpu_memory_is_written_when_all_have_read_it(served: Served) -> None:
+    with served.attach() as ring:
+        pinned = pin(ring)
+        cache = ExpertCache(ring, 3 * size_of_slot(ring), "cuda", pinned)
+        with cache.hold(0, [1, 2, 3]) as there:
+            before = [x.memory.clone() for x in there]
+        with cache.hold(0, [1, 2, 3]) as there:
+            torch.cuda._sleep(4_000_000_000)  # of the stream that reads
+            read = [x.memory.clone() for x in there]
+        with cache.hold(0, [4, 5, 6]):  # takes their slots
+            pass
+        assert all(torch.equal(a, b) for a, b in zip(before, read, strict=True))
+        cache.close()
+        del pinned
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_two_clients_register_one_ring(served: Served) -> None:
     with served.attach() as first, served.attach() as second:
