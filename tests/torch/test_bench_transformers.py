@@ -49,7 +49,7 @@ def grouped() -> bool:
 
 
 def test_all_sides_answer_alike(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_drop_caches", lambda folder: "")  # not the whole machine's
+    monkeypatch.setattr(bench, "drop_caches", lambda folder: "")  # not the whole machine's
     model_bytes = SHAPE.experts_bytes + SHAPE.dense_bytes
     roomy = replace(SETTINGS, limits=(2 * GIB / model_bytes,))
     seen: list[tuple[float, float]] = []
@@ -85,7 +85,7 @@ def test_all_sides_answer_alike(scratch: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_side_without_room_is_a_result(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not grouped():
         pytest.skip("no memory cgroup can be made here")
-    monkeypatch.setattr(bench, "_drop_caches", lambda folder: "")
+    monkeypatch.setattr(bench, "drop_caches", lambda folder: "")
     folder = bench.model_folder(scratch, SHAPE)
     # Less than the interpreter with torch needs.
     (side, *_) = (made := bench._Bench(folder, replace(SETTINGS, limits=(1.0,)), "")).sides
