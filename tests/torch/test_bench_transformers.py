@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_all_sides_answer_alike(scratch: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {share.name.rpartition(", ")[2] for share in report.shares} == set(bench.ANSWERS)
     left = {path.name for path in bench.model_folder(scratch, SHAPE).iterdir()}
     assert left - {"model.gguf"} == {"apart", "complete", "fused"}
-    assert not list(SHM.glob("smoe.bench-*"))
+    assert not list(SHM.glob(f"smoe.bench-{os.getpid()}-*"))
 
 
 @pytest.mark.root
