@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers`."""
+"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers|speculate|prewarm`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rich.progress import Progress as Bar
 
 from smoe_mp.bench import Progress, Report, control, dequant, formats, hit, idle, io, machine, miss
 from smoe_mp.bench import open as opening
+from smoe_mp.bench import prewarm as prewarming
+from smoe_mp.bench import speculate as speculation
 from smoe_mp.bench import transformers as answers
 from smoe_mp.bench.randommoe import Shape
 from smoe_mp.errors import ConfigError
@@ -174,6 +176,67 @@ def bench_transformers(
     )
     with _bar() as progress:
         report = answers.run(progress, scratch, settings)
+    _show(report, as_json)
+
+
+@app.command(
+    "speculate",
+    help="What guesses name, spare and cost, on a trace that records further ranks; without one, on the small"
+    " model, whose next layer's router is asked too.\n\n"
+    "Example: smoe-mp bench speculate evening.trace --guesses 4,8",
+)
+def bench_speculate(
+    *,
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="Of `smoe-mp trace record`.")
+    ] = None,
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    guesses: Annotated[str, typer.Option("--guesses", metavar="N,N", help="Ranks behind the top-k.")] = "4,8",
+    bits: Annotated[str, typer.Option("--bits", metavar="N,N", help="Of the experts' weights: 4, 2.")] = "",
+    ring: Annotated[
+        int, typer.Option("--ring", metavar="N", min=1, max=100, help="Slots, in percent of the experts.")
+    ] = speculation.RING_PERCENT,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
+    ] = speculation.WORKERS,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Counted in each round.")] = 48,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 8,
+) -> None:
+    settings = speculation.Settings(
+        guesses=_numbers("--guesses", guesses, 0, 64),
+        bits=_numbers("--bits", bits, 2, 4) or speculation.BITS,
+        ring=ring,
+        workers=workers,
+        **(
+            {"tokens": 6, "rounds": 2, "shape": (64, 256), "dense_bytes": 1 << 20}
+            if quick
+            else {"tokens": tokens, "rounds": rounds}
+        ),
+    )
+    with _bar() as progress:
+        report = speculation.run(progress, scratch, trace, settings)
+    _show(report, as_json)
+
+
+@app.command(
+    "prewarm",
+    help="The first turn after a start, with and without prewarming.\n\n"
+    "Example: smoe-mp bench prewarm --prompts 8,128",
+)
+def bench_prewarm(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    prompts: Annotated[str, typer.Option("--prompts", metavar="N,N", help="Their lengths in bytes.")] = "",
+    slots: Annotated[
+        int, typer.Option("--slots", metavar="N", min=129, max=512, help="Of the ring.")
+    ] = prewarming.SLOTS,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: as many as usual.")] = 0,
+) -> None:
+    lengths = _numbers("--prompts", prompts, 1, 2000)
+    with _bar() as progress:
+        report = prewarming.run(progress, quick=quick, prompts=lengths, slots=slots, rounds=rounds)
     _show(report, as_json)
 
 
