@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers`."""
+"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers|curve`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from smoe_mp.bench import Progress, Report, control, dequant, formats, hit, idle, io, machine, miss
+from smoe_mp.bench import (
+    Progress,
+    Report,
+    control,
+    curve,
+    dequant,
+    formats,
+    hit,
+    idle,
+    io,
+    machine,
+    miss,
+)
 from smoe_mp.bench import open as opening
 from smoe_mp.bench import transformers as answers
 from smoe_mp.bench.randommoe import Shape
@@ -30,6 +42,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short form: seconds, and wide intervals.")]
 Scratch = Annotated[
     Path, typer.Option("--scratch", metavar="DIR", help="Where the scratch file is made and kept.")
+]
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="A trace; also a routing CSV or JSON lines, gzipped or not.")
+]
+Picture = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a picture (needs matplotlib).")
 ]
 Slots = Annotated[str, typer.Option("--slots", metavar="N,N", help="Ring sizes.")]
 
@@ -175,6 +193,24 @@ def bench_transformers(
     with _bar() as progress:
         report = answers.run(progress, scratch, settings)
     _show(report, as_json)
+
+
+@app.command(
+    "curve",
+    help="Hit rates by ring size that a trace would have: exact LRU and Belady's OPT.\n\n"
+    "Example: smoe-mp bench curve evening.trace --plot evening.png",
+)
+def bench_curve(
+    file: TraceFile,
+    as_json: AsJson = False,
+    slots: Slots = "",
+    picture: Picture = None,
+) -> None:
+    with _bar() as progress:
+        found = curve.run(progress, file, slots=_numbers("--slots", slots, 1, 2**21) or ())
+    if picture is not None:
+        found.plot(picture)
+    found.show(as_json=as_json)
 
 
 def _shares(flag: str, text: str) -> tuple[float, ...]:
