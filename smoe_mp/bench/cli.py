@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers|curve`."""
+"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers|curve|replay`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,6 +25,7 @@ from smoe_mp.bench import (
     io,
     machine,
     miss,
+    replay,
 )
 from smoe_mp.bench import open as opening
 from smoe_mp.bench import transformers as answers
@@ -211,6 +212,53 @@ def bench_curve(
     if picture is not None:
         found.plot(picture)
     found.show(as_json=as_json)
+
+
+@app.command(
+    "replay",
+    help="A decode loop on a ring, driven by a trace, over the faster that it could be.\n\n"
+    "Example: smoe-mp bench replay evening.trace --ring 50 --tokens 32",
+)
+def bench_replay(
+    *,
+    file: TraceFile,
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    ring: Annotated[
+        int, typer.Option("--ring", metavar="N", min=1, max=100, help="Slots, in percent of the experts.")
+    ] = 50,
+    size: Annotated[
+        int, typer.Option("--expert-kib", metavar="KIB", min=0, help="Size of an expert; 0: 1024.")
+    ] = 0,
+    compute: Annotated[
+        str, typer.Option("--compute", metavar="N,N", help="Time of computing, in percent of the reads'.")
+    ] = "",
+    workers: Annotated[int, typer.Option("--workers", min=0, max=127, help="Workers; 0: 8.")] = 0,
+    clients: Annotated[int, typer.Option("--clients", min=1, max=32, help="Clients at once.")] = 1,
+    tokens: Annotated[int, typer.Option("--tokens", min=0, help="Of the trace; 0: all.")] = 0,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 5.")] = 0,
+    any_order: Annotated[bool, typer.Option("--any-order", help="By as_ready, not in_order.")] = False,
+    picture: Picture = None,
+) -> None:
+    if size % 4:
+        raise ConfigError(f"--expert-kib {size}: a multiple of 4 is wanted")
+    given: dict[str, Any] = {
+        "expert_bytes": size << 10,
+        "compute": tuple(n / 100 for n in _numbers("--compute", compute, 0, 10_000) or ()),
+        "workers": workers,
+        "tokens": tokens,
+        "rounds": rounds,
+    }
+    base = replay.QUICK if quick else {}
+    settings = replay.Settings(
+        ring=ring / 100, clients=clients, any_order=any_order, **base | {k: v for k, v in given.items() if v}
+    )
+    with _bar() as progress:
+        report = replay.run(progress, scratch, file, settings)
+    if picture is not None:
+        replay.plot(report, picture)
+    _show(report, as_json)
 
 
 def _shares(flag: str, text: str) -> tuple[float, ...]:
