@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers|speculate|prewarm`."""
+"""`smoe-mp bench NAME`: one command for each benchmark."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from smoe_mp.bench import Progress, Report, control, dequant, formats, hit, idle, io, machine, miss
+from smoe_mp.bench import (
+    Progress,
+    Report,
+    control,
+    curve,
+    dequant,
+    formats,
+    hit,
+    idle,
+    io,
+    machine,
+    miss,
+    replay,
+)
 from smoe_mp.bench import open as opening
 from smoe_mp.bench import prewarm as prewarming
 from smoe_mp.bench import speculate as speculation
@@ -32,6 +45,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short form: seconds, and wide intervals.")]
 Scratch = Annotated[
     Path, typer.Option("--scratch", metavar="DIR", help="Where the scratch file is made and kept.")
+]
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="A trace; also a routing CSV or JSON lines, gzipped or not.")
+]
+Picture = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a picture (needs matplotlib).")
 ]
 Slots = Annotated[str, typer.Option("--slots", metavar="N,N", help="Ring sizes.")]
 
@@ -176,6 +195,71 @@ def bench_transformers(
     )
     with _bar() as progress:
         report = answers.run(progress, scratch, settings)
+    _show(report, as_json)
+
+
+@app.command(
+    "curve",
+    help="Hit rates by ring size that a trace would have: exact LRU and Belady's OPT.\n\n"
+    "Example: smoe-mp bench curve evening.trace --plot evening.png",
+)
+def bench_curve(
+    file: TraceFile,
+    as_json: AsJson = False,
+    slots: Slots = "",
+    picture: Picture = None,
+) -> None:
+    with _bar() as progress:
+        found = curve.run(progress, file, slots=_numbers("--slots", slots, 1, 2**21) or ())
+    if picture is not None:
+        found.plot(picture)
+    found.show(as_json=as_json)
+
+
+@app.command(
+    "replay",
+    help="A decode loop on a ring, driven by a trace, over the faster that it could be.\n\n"
+    "Example: smoe-mp bench replay evening.trace --ring 50 --tokens 32",
+)
+def bench_replay(
+    *,
+    file: TraceFile,
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    ring: Annotated[
+        int, typer.Option("--ring", metavar="N", min=1, max=100, help="Slots, in percent of the experts.")
+    ] = 50,
+    size: Annotated[
+        int, typer.Option("--expert-kib", metavar="KIB", min=0, help="Size of an expert; 0: 1024.")
+    ] = 0,
+    compute: Annotated[
+        str, typer.Option("--compute", metavar="N,N", help="Time of computing, in percent of the reads'.")
+    ] = "",
+    workers: Annotated[int, typer.Option("--workers", min=0, max=127, help="Workers; 0: 8.")] = 0,
+    clients: Annotated[int, typer.Option("--clients", min=1, max=32, help="Clients at once.")] = 1,
+    tokens: Annotated[int, typer.Option("--tokens", min=0, help="Of the trace; 0: all.")] = 0,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 5.")] = 0,
+    any_order: Annotated[bool, typer.Option("--any-order", help="By as_ready, not in_order.")] = False,
+    picture: Picture = None,
+) -> None:
+    if size % 4:
+        raise ConfigError(f"--expert-kib {size}: a multiple of 4 is wanted")
+    given: dict[str, Any] = {
+        "expert_bytes": size << 10,
+        "compute": tuple(n / 100 for n in _numbers("--compute", compute, 0, 10_000) or ()),
+        "workers": workers,
+        "tokens": tokens,
+        "rounds": rounds,
+    }
+    base = replay.QUICK if quick else {}
+    settings = replay.Settings(
+        ring=ring / 100, clients=clients, any_order=any_order, **base | {k: v for k, v in given.items() if v}
+    )
+    with _bar() as progress:
+        report = replay.run(progress, scratch, file, settings)
+    if picture is not None:
+        replay.plot(report, picture)
     _show(report, as_json)
 
 

@@ -24,10 +24,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from smoe_mp import trace_view
+from smoe_mp.bench.curve import usual_top_k
+from smoe_mp.distances import lru_distances
 from smoe_mp.engine import F32, Cache, Engine, _Layer
 from smoe_mp.errors import ConfigError
-from smoe_mp.trace import BUSY, DEMAND, IDLE, RANKS, Trace, TraceBuilder
+from smoe_mp.trace import BUSY, DEMAND, IDLE, RANKS, Trace
 
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -98,11 +99,8 @@ class Routing:
 
     def missing(self, slots: int) -> Bools:
         """Of each expert demanded, whether a ring with exact LRU and no guesses would not have had it."""
-        builder = TraceBuilder()
-        for token in self.chosen.tolist():
-            for layer, experts in enumerate(token):
-                builder.add(DEMAND, 0, layer, 0, experts=experts)
-        distances = trace_view.reuse_distances(builder.build(layers=self.layers, experts=self.experts))
+        keys = self.chosen + self.experts * np.arange(self.layers)[:, None]
+        distances = lru_distances(keys.flatten().tolist())
         return ((distances < 0) | (distances >= slots)).reshape(self.chosen.shape)
 
     def share_named(self, way: Way, n: int) -> float:
@@ -137,7 +135,7 @@ def of_trace(trace: Trace) -> Routing:
         )
     who = int(np.bincount(ranking).argmax())
     counts = np.diff(trace.first)
-    top_k = trace.top_k or int(np.bincount(counts[(trace.kind == DEMAND) & (trace.who == who)]).argmax())
+    top_k = usual_top_k(trace)
     most = int(counts[trace.kind == RANKS].max())
     layers = np.unique(trace.layer[trace.kind == RANKS]).tolist()
     tokens = _Tokens(len(layers), top_k, most)

@@ -305,7 +305,7 @@ class _Bench:
         self._slots = _slots(routing, settings)
         self._found = {side: _Found() for side in sides}
         # Tokens that fill the ring anew, whatever the side before left there.
-        self._warm = -(-3 * self._slots // (routing.layers * routing.top_k))
+        self._warm = -(-2 * self._slots // (routing.layers * routing.top_k))
         if len(routing) < self._warm + settings.tokens:
             raise ConfigError(
                 f"the trace has {len(routing)} tokens with ranks, and a round needs {settings.tokens} behind"
@@ -316,7 +316,13 @@ class _Bench:
         settings, self._device = self._settings, device
         spare = len(self._routing) - self._warm - settings.tokens
         with (
-            bench_ring(self._source, slots=self._slots, workers=settings.workers, read_align=align) as made,
+            bench_ring(
+                self._source,
+                slots=self._slots,
+                workers=settings.workers,
+                read_align=align,
+                top_k=self._routing.top_k,
+            ) as made,
             attach(made.name, "bench") as ring,
         ):
             made.settle()

@@ -14,8 +14,7 @@ import pytest
 from support import LIMIT_S
 from typer.testing import CliRunner
 
-from smoe_mp import models, segments
-from smoe_mp.bench import control, formats, hit, idle, io, miss, prewarm, speculate
+from smoe_mp.bench import control, formats, hit, idle, io, miss
 from smoe_mp.bench.cli import app
 from smoe_mp.bench.rings import bench_ring, flat_source, memory_file, native, native_one
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
@@ -88,43 +87,11 @@ def test_control(steps: Steps, runtime_dir: Path) -> None:
     assert all(value > 0 for figure in report.figures for value in figure.values)
 
 
-def test_prewarm(steps: Steps, runtime_dir: Path) -> None:
-    """Counts only, which are the same wherever this runs: the model and the prompts come along."""
-    report = prewarm.run(steps, quick=True, rounds=1)
-    rows = report.sheets["prompts of 8 bytes"]
-    first = {side: row["reads, first token"].values[0] for side, row in rows.items()}
-    hits = {side: row["hits, first token"].values[0] for side, row in rows.items()}
-    assert hits["none"] == 0
-    assert 0 < first["popularity"] < first["table order"] < first["none"]
-    assert hits["popularity"] == pytest.approx(100 * (1 - first["popularity"] / first["none"]))
-    for row in rows.values():
-        assert row["reads, turn"].values[0] >= row["reads, first token"].values[0]
-    assert len(report.figures) == 3 * 5
-    loaded = [note for note in report.notes if " experts were loaded before the turn" in note]
-    assert [note.split(": ")[2].split()[0] for note in loaded] == ["128", "128", "0"]
-
-
-def test_prewarm_wants_room(runtime_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="too small for prewarming"):
-        prewarm.run(lambda *_: None, quick=True, rounds=1, slots=128)
-
-
 def test_idle(steps: Steps, runtime_dir: Path) -> None:
     report = idle.run(steps, quick=True, workers=2)
     supervisor, workers, both = (f.values for f in report.figures)
     assert [a + b for a, b in zip(supervisor, workers, strict=True)] == list(both)
     assert report.figures[2].goal is not None
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    """A folder where direct reads work."""
-    probe = tmp_path / "probe"
-    probe.write_bytes(bytes(1 << 16))
-    mode = segments.probe(probe).mode
-    if mode != "direct":
-        pytest.skip(f"{tmp_path}: reads are {mode}, not direct")
-    return tmp_path
 
 
 def test_io(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,61 +122,6 @@ def test_formats(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for vault in disk.glob("scratch/*/experts.smoe"):  # as many experts as the settings say, every byte there
         assert vault.stat().st_size >= report.settings["experts"] * 3 * 64 * 256 * 2
         assert vault.stat().st_blocks * 512 >= vault.stat().st_size
-
-
-def test_speculate(steps: Steps, disk: Path) -> None:
-    trace = models.TINY / "traces" / "headers.trace"
-    settings = speculate.Settings(tokens=5, rounds=2, ring=10, shape=(64, 256), dense_bytes=1 << 18)
-    report = speculate.run(steps, disk / "scratch", trace, settings)
-    assert report.settings["slots"] == 51
-    sides = ["no guesses", "4 of the ranks behind", "8 of the ranks behind"]
-    assert [list(rows) for rows in report.sheets.values()] == [sides, sides]
-    values = {f.name: f.values for f in report.figures}
-    assert all(len(found) == 2 for found in values.values())
-    for bits in ("Q4", "Q2"):
-        for side in sides[1:]:
-            more = {name: values[f"{bits}, {side}: more of {name}"] for name in ("wait", "compute")}
-            parts = [values[f"{bits}, {side}: more of wait, {part}"] for part in ("spared", "occupied")]
-            assert [sum(pair) for pair in zip(*parts, strict=True)] == pytest.approx(more["wait"])
-            with_guesses, without = (values[f"{bits}, {s}: compute"] for s in (side, sides[0]))
-            assert [a - b for a, b in zip(with_guesses, without, strict=True)] == more["compute"]
-        assert any(note.startswith(f"{bits}, no guesses: 0 guesses were read") for note in report.notes)
-        assert values[f"{bits}, no guesses: read in vain"] == pytest.approx([0, 0])
-        assert min(values[f"{bits}, {sides[2]}: read in vain"]) > 0
-    assert [s.name for s in report.shares] == [
-        f"{bits}: token, {side} / no guesses" for bits in ("Q4", "Q2") for side in sides[1:]
-    ]
-
-
-def test_speculate_looking_ahead(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculate, "TEXT_BYTES", 30)
-    settings = speculate.Settings(
-        bits=(2,), tokens=5, rounds=1, ring=10, shape=(64, 256), dense_bytes=1 << 18
-    )
-    report = speculate.run(steps, disk / "scratch", None, settings)
-    (rows,) = report.sheets.values()
-    ahead = [f"{n} by looking ahead" for n in (4, 6, 8)]
-    assert list(rows) == ["no guesses", "4 of the ranks behind", *ahead]
-    named = {(row["way"], row["n"]): row["of_demands"] for row in report.extra["named"]}
-    assert named["ahead", 4] < named["ahead", 6] < named["ahead", 8] < 1
-    assert named["behind", 4] < named["last", 4] < named["ahead", 4] < named["late", 4]
-
-
-def test_speculate_refuses(disk: Path, tmp_path: Path) -> None:
-    def run(path: Path, **more: Any) -> None:
-        speculate.run(lambda *_: None, disk, path, speculate.Settings(**more))
-
-    bare = tmp_path / "bare.jsonl"
-    bare.write_text('{"tok": 0, "layers": [[1, 2], [3, 4]]}\n')
-    with pytest.raises(ConfigError, match="records no ranks"):
-        run(bare)
-    trace = models.TINY / "traces" / "headers.trace"
-    with pytest.raises(ConfigError, match="--bits 3"):
-        run(trace, bits=(3,))
-    with pytest.raises(ConfigError, match="--guesses 9: the trace records 8 ranks"):
-        run(trace, guesses=(0, 9))
-    with pytest.raises(ConfigError, match="2000 tokens with ranks"):
-        run(trace, tokens=3000, shape=(64, 256))
 
 
 def test_io_takes_the_file_that_is_there(disk: Path) -> None:
