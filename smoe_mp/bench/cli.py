@@ -278,6 +278,9 @@ def bench_speculate(
     quick: Quick = False,
     scratch: Scratch = Path(".bench"),
     guesses: Annotated[str, typer.Option("--guesses", metavar="N,N", help="Ranks behind the top-k.")] = "4,8",
+    ahead: Annotated[
+        str, typer.Option("--ahead", metavar="N,N", help="Named of the next layer, without a TRACE.")
+    ] = "4,6,8",
     bits: Annotated[str, typer.Option("--bits", metavar="N,N", help="Of the experts' weights: 4, 2.")] = "",
     ring: Annotated[
         int, typer.Option("--ring", metavar="N", min=1, max=100, help="Slots, in percent of the experts.")
@@ -290,6 +293,7 @@ def bench_speculate(
 ) -> None:
     settings = speculation.Settings(
         guesses=_numbers("--guesses", guesses, 0, 64),
+        ahead=_numbers("--ahead", ahead, 1, 64),
         bits=_numbers("--bits", bits, 2, 4) or speculation.BITS,
         ring=ring,
         workers=workers,

@@ -32,6 +32,7 @@ from smoe_mp.control.commands import Status
 from smoe_mp.engine import Engine
 from smoe_mp.errors import ConfigError, SmoeError
 from smoe_mp.launch import private_system
+from smoe_mp.prewarm import budget
 from smoe_mp.ring import attach
 from smoe_mp.stats import KINDS
 
@@ -83,6 +84,8 @@ def run(
     """
     lengths = tuple(prompts) or (PROMPTS[:1] if quick else PROMPTS)
     rounds, count = rounds or (2 if quick else 8), 4 if quick else 64
+    if not budget(slots):
+        raise ConfigError(f"--slots {slots}: a ring is too small for prewarming with 128 slots or fewer")
     vault = models.TINY / "tiny.smoe"
     probe = segments.probe(vault)
     if probe.mode != "direct":
@@ -177,16 +180,13 @@ def _percent(counts: Mapping[str, int]) -> float:
 
 
 def _wait_prewarmed(name: str) -> int:
-    """Until the pass is over and all that it asked for is read; how many experts that were.
-
-    ConfigError where the ring is too small for any, SmoeError where it does not end."""
+    """Until the pass is over and all that it asked for is read; how many experts that were.  SmoeError where
+    it does not end."""
     deadline = time.monotonic() + PREWARM_S
     with ControlClient(name) as control:
         while time.monotonic() < deadline:
             status = control.call(Status())
             state, census = status.prewarm.state, status.ring.census
-            if state == "ring too small":
-                raise ConfigError("--slots: the ring is too small for prewarming, which leaves 128 slots")
             if state == "idle" and census["queued"] == census["reading"] == 0:
                 return int(status.prewarm.done)
             time.sleep(0.02)

@@ -15,8 +15,9 @@ as the original system splits it:
 
     compute      the products take longer: reads take their bandwidth, and the cores
     wait         demands are waited for longer, or less long; it is the sum of
-      spared     fewer demands have to be waited for, each as long as without guesses
-      occupied   each that is waited for takes longer: workers and device are busy with guesses
+      number     other numbers of demands have to be waited for, each as long as without guesses: fewer, where
+                 guesses are right, or more, where they have thrown out what is used
+      length     each that is waited for takes longer: workers and device are busy with guesses
     telling      the calls that guess
 
 With `ahead` the guesses are the next layer's, of the small model's own next router (`routing`), beside those
@@ -52,12 +53,12 @@ from smoe_mp.trace import read_trace
 
 WORKERS = 4
 RING_PERCENT = 25
-GUESSES = (0, 4, 8)
+GUESSES = (4, 8)
 BITS = (4, 2)
 #: Of a layer's dense weights; Qwen3-30B-A3B has about as many in 4 bits.
 DENSE_BYTES = 12 << 20
 TEXT_BYTES, TEXTS = 500, 4  # that the small model is run on for a look ahead
-MORE_AHEAD = (0, 2, 4)  # named by looking ahead, beyond the top-k
+AHEAD = (4, 6, 8)  # the small model's top-k is 4
 COLUMNS = SLOT_ALIGN // 8
 QUIET_S = 30.0  # for reads under way to end
 
@@ -81,10 +82,12 @@ class Guessing:
 
 @dataclass(frozen=True)
 class Settings:
-    """How it is run.  `bits`: of the experts' weights, 4 and 2; `ring`: slots in percent of the experts;
+    """How it is run.  `guesses`: numbers of ranks; `ahead`: of experts named by looking ahead, where that is
+    known; `bits`: of the experts' weights, 4 and 2; `ring`: slots in percent of the experts;
     `tokens`: counted in each round; `shape`: rows and columns of an expert's three matrices."""
 
     guesses: Sequence[int] = GUESSES
+    ahead: Sequence[int] = AHEAD
     bits: Sequence[int] = BITS
     ring: int = RING_PERCENT
     workers: int = WORKERS
@@ -170,15 +173,14 @@ def source(path: Path, routing: Routing, size: int) -> FlatSource:
 
 
 def _sides(routing: Routing, settings: Settings) -> list[Guessing]:
+    """No guesses first, then those of the ranks, then those of a look ahead where there is one."""
     counts = [n for n in settings.guesses if n]
-    if "ahead" in routing.ways:
-        ahead = [Guessing("ahead", routing.top_k + more) for more in MORE_AHEAD]
-        return [Guessing("behind", 0), Guessing("behind", routing.top_k), *ahead]
     if counts and max(counts) > routing.behind.shape[-1]:
-        raise ConfigError(
-            f"--guesses {max(counts)}: the trace records {routing.behind.shape[-1]} ranks behind the top-k"
-        )
-    return [Guessing("behind", n) for n in (0, *counts)]
+        raise ConfigError(f"--guesses {max(counts)}: {routing.behind.shape[-1]} ranks are known")
+    ahead = settings.ahead if routing.ahead is not None else ()
+    if routing.ahead is not None and ahead and max(ahead) > routing.ahead.shape[-1]:
+        raise ConfigError(f"--ahead {max(ahead)}: {routing.ahead.shape[-1]} ranks are known")
+    return [Guessing("behind", n) for n in (0, *counts)] + [Guessing("ahead", n) for n in ahead]
 
 
 def _slots(routing: Routing, settings: Settings) -> int:
@@ -417,13 +419,13 @@ def split(base: _Found, found: _Found) -> dict[str, list[float]]:
     """What a token takes longer with guesses than without, by cause, round by round (ms)."""
     rounds = range(len(base.token))
     each = [base.wait[i] / base.late[i] if base.late[i] else 0.0 for i in rounds]
-    spared = [(found.late[i] - base.late[i]) * each[i] for i in rounds]
+    number = [(found.late[i] - base.late[i]) * each[i] for i in rounds]
     wait = [found.wait[i] - base.wait[i] for i in rounds]
     return {
         "compute": [found.compute[i] - base.compute[i] for i in rounds],
         "wait": wait,
-        "wait, spared": spared,
-        "wait, occupied": [wait[i] - spared[i] for i in rounds],
+        "wait, number": number,
+        "wait, length": [wait[i] - number[i] for i in rounds],
         "telling": [found.telling[i] - base.telling[i] for i in rounds],
     }
 
@@ -440,8 +442,8 @@ def words(ratio: Ratio, base: _Found, found: _Found, change: Mapping[str, Sequen
     return (
         f"{median(found.hits):.1f}% of the experts were there, not {median(base.hits):.1f}%; a token takes"
         f" {ratio.ratio:.2f} times as long ({ratio.low:.2f} to {ratio.high:.2f}): {verdict}."
-        f" Compute {more['compute']:+.2f} ms (memory bandwidth and cores), waits {more['wait']:+.2f} ms (of"
-        f" it {more['wait, spared']:+.2f} for fewer of them, {more['wait, occupied']:+.2f} for workers and"
-        f" device that guesses occupy), telling {more['telling']:+.2f} ms; {median(found.wasted):.1f} MB a"
-        " token were read in vain."
+        f" Compute {more['compute']:+.2f} ms (memory bandwidth and cores), waits {more['wait']:+.2f} ms (by"
+        f" their number {more['wait, number']:+.2f}; by the length of each, workers and device being busy"
+        f" with guesses, {more['wait, length']:+.2f}), telling {more['telling']:+.2f} ms;"
+        f" {median(found.wasted):.1f} MB a token were read in vain."
     )

@@ -41,7 +41,7 @@ def test_speculate(disk: Path) -> None:
     for bits in ("Q4", "Q2"):
         for side in sides[1:]:
             more = {name: values[f"{bits}, {side}: more of {name}"] for name in ("wait", "compute")}
-            parts = [values[f"{bits}, {side}: more of wait, {part}"] for part in ("spared", "occupied")]
+            parts = [values[f"{bits}, {side}: more of wait, {part}"] for part in ("number", "length")]
             assert [sum(pair) for pair in zip(*parts, strict=True)] == pytest.approx(more["wait"])
             with_guesses, without = (values[f"{bits}, {s}: compute"] for s in (side, sides[0]))
             assert [a - b for a, b in zip(with_guesses, without, strict=True)] == more["compute"]
@@ -59,7 +59,7 @@ def test_speculate_looking_ahead(disk: Path, monkeypatch: pytest.MonkeyPatch) ->
     report = speculate.run(quiet, disk / "scratch", None, settings)
     (rows,) = report.sheets.values()
     ahead = [f"{n} by looking ahead" for n in (4, 6, 8)]
-    assert list(rows) == ["no guesses", "4 of the ranks behind", *ahead]
+    assert list(rows) == ["no guesses", *(f"{n} of the ranks behind" for n in (4, 8)), *ahead]
     named = {(row["way"], row["n"]): row["of_demands"] for row in report.extra["named"]}
     assert named["ahead", 4] < named["ahead", 6] < named["ahead", 8] < 1
     assert named["behind", 4] < named["last", 4] < named["ahead", 4] < named["late", 4]
@@ -76,7 +76,7 @@ def test_speculate_refuses(disk: Path, tmp_path: Path) -> None:
     trace = models.TINY / "traces" / "headers.trace"
     with pytest.raises(ConfigError, match="--bits 3"):
         run(trace, bits=(3,))
-    with pytest.raises(ConfigError, match="--guesses 9: the trace records 8 ranks"):
+    with pytest.raises(ConfigError, match="--guesses 9: 8 ranks are known"):
         run(trace, guesses=(0, 9))
     with pytest.raises(ConfigError, match="2000 tokens with ranks"):
         run(trace, tokens=3000, shape=(64, 256))
@@ -98,6 +98,6 @@ def test_prewarm(runtime_dir: Path) -> None:
     assert [note.split(": ")[2].split()[0] for note in loaded] == ["128", "128", "0"]
 
 
-def test_prewarm_wants_room(runtime_dir: Path) -> None:
+def test_prewarm_wants_room() -> None:
     with pytest.raises(ConfigError, match="too small for prewarming"):
         prewarm.run(quiet, quick=True, rounds=1, slots=128)
