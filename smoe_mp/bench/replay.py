@@ -54,6 +54,7 @@ AT_MOST = 1.10
 FILE_BYTES, FILE_BYTES_QUICK = 4 << 30, 64 << 20
 FILLER_BYTES = 4096
 
+SHEET = "a token, by how long computing takes, in times of the reads"
 WHAT = (
     "ms a token of a decode loop on a ring, driven by a trace, over the longer of its computing alone and its"
     " reads alone."
@@ -388,7 +389,6 @@ class _Bench:
             "waits": counted["waits"] / self.tokens,
             "waiting": counted["wait_ns"] / self.tokens / 1e6,
             "hits": 100 * counted["hits"] / demanded,
-            "misses": counted["misses"] / self.tokens,
         }
         if prompts := sum(len(a["prompt_ns"]) for a in answers):
             found["prompt"] = sum(sum(a["prompt_ns"]) for a in answers) / prompts / 1e6
@@ -426,23 +426,22 @@ class _Bench:
 
     def report(self, settings: dict[str, Any]) -> Report:
         report = Report("replay", WHAT, settings)
-        sheet = report.sheets.setdefault("a token", {})
+        sheet = report.sheets.setdefault(SHEET, {})
         for compute in self.settings.compute:
-            side = f"computing {compute:g} times the reads"
+            side = f"{compute:g} x"
             row = {c: Figure(f"{side}: {c}", unit, values) for c, unit, values in self._columns(compute)}
             sheet[side] = row
             report.figures += row.values()
         for compute in self.settings.compute:
             token = [one["token"] for one in self.found[compute]]
             bound = [max(pair) for pair in zip(self.compute_ms[compute], self.reads_ms, strict=True)]
-            side = f"computing {compute:g} times the reads: token /"
-            report.shares.append(Share(f"{side} bound", token, bound, Goal("at most", AT_MOST)))
-            report.shares.append(Share(f"{side} bound by layers", token, self.layers_ms[compute]))
+            goal, layers = Goal("at most", AT_MOST), self.layers_ms[compute]
+            report.shares.append(Share(f"{compute:g} x: token / bound", token, bound, goal))
+            report.shares.append(Share(f"{compute:g} x: token / bound by layers", token, layers, goal))
         for compute, (wanted, device) in self.bytes.items():
             read = f"{device / wanted:.3f} times that" if wanted and device else "unknown"
             report.notes.append(
-                f"computing {compute:g}: wanted {human_bytes(wanted)}, prompts included; the device read"
-                f" {read}."
+                f"{compute:g} x: wanted {human_bytes(wanted)}, prompts included; the device read {read}."
             )
             report.extra.setdefault("bytes", []).append(
                 {"compute": compute, "wanted": wanted, "device": device or None}
@@ -461,13 +460,12 @@ class _Bench:
         """Name, unit and each round's value."""
         found = self.found[compute]
         yield "token", "ms", [one["token"] for one in found]
-        yield "computing alone", "ms", self.compute_ms[compute]
-        yield "reads alone", "ms", self.reads_ms
+        yield "computing", "ms", self.compute_ms[compute]
+        yield "reads", "ms", self.reads_ms
         yield "by layers", "ms", self.layers_ms[compute]
         yield "waiting", "ms", [one["waiting"] for one in found]
         yield "waits", "", [one["waits"] for one in found]
         yield "hits", "%", [one["hits"] for one in found]
-        yield "misses", "", [one["misses"] for one in found]
         if "prompt" in found[0]:
             yield "prompt", "ms", [one["prompt"] for one in found]
 
@@ -478,15 +476,14 @@ def plot(report: Report, path: Path) -> None:
     axes = picture.add_subplot(
         xlabel="computing alone, ms a token", ylabel="ms a token", title=Path(report.settings["trace"]).name
     )
-    rows = list(report.sheets["a token"].values())
-    x = [median(row["computing alone"].values) for row in rows]
-    for column, style in (
-        ("token", "o-"),
-        ("computing alone", ":"),
-        ("reads alone", ":"),
-        ("by layers", "--"),
+    rows = list(report.sheets[SHEET].values())
+    x = [median(row["computing"].values) for row in rows]
+    for column, style, label in (
+        ("token", "o-", "a token"),
+        ("computing", ":", "computing alone"),
+        ("reads", ":", "reads alone"),
+        ("by layers", "--", "bound by layers"),
     ):
-        label = f"bound {column}" if column == "by layers" else column
         axes.plot(x, [median(row[column].values) for row in rows], style, label=label)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -142,16 +143,15 @@ def test_the_command(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (plain["settings"]["slots"], plain["settings"]["replayed_tokens"]) == (26, 4)
     assert any("folded onto the same bytes" in note for note in plain["notes"])
     assert any("as by exact LRU" in note for note in plain["notes"])
-    sides = [f"computing {c} times the reads" for c in (0, 1)]
+    sides = ["0 x", "1 x"]
     assert [r["name"] for r in plain["ratios"]] == [
         f"{side}: token / {bound}" for side in sides for bound in ("bound", "bound by layers")
     ]
     figures = {f["name"]: f["rounds"] for f in plain["figures"]}
     for side in sides:
-        hits, misses = (figures[f"{side}: {name}"] for name in ("hits", "misses"))
-        assert all(round(m, 6) == round(12 * (1 - h / 100), 6) for h, m in zip(hits, misses, strict=True))
-        token, reads = (min(figures[f"{side}: {name}"]) for name in ("token", "reads alone"))
-        assert min(token, reads) > 0
+        assert all(0 < hits < 100 for hits in figures[f"{side}: hits"])
+        assert min(figures[f"{side}: token"] + figures[f"{side}: reads"]) > 0
+        assert [x > 0 for x in figures[f"{side}: computing"]] == 2 * [side != "0 x"]
     for side in plain["bytes"]:
         assert side["wanted"] % 65536 == 0
         assert side["device"] is None or side["device"] >= side["wanted"]
@@ -165,6 +165,9 @@ def test_several_clients(disk: Path) -> None:
     report = replay.run(lambda *_: None, disk / "s", trace_file(disk), settings)
     assert any("were not held against exact LRU" in note for note in report.notes)
     assert {len(f.values) for f in report.figures} == {1}
+    if importlib.util.find_spec("matplotlib"):
+        replay.plot(report, disk / "a.png")
+        assert (disk / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_client_that_fails_says_why() -> None:
