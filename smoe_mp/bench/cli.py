@@ -281,6 +281,9 @@ def bench_speculate(
     ahead: Annotated[
         str, typer.Option("--ahead", metavar="N,N", help="Named of the next layer, without a TRACE.")
     ] = "4,6,8",
+    told: Annotated[
+        str, typer.Option("--told", metavar="WORD,WORD", help="At a layer's first or last expert.")
+    ] = "first",
     bits: Annotated[str, typer.Option("--bits", metavar="N,N", help="Of the experts' weights: 4, 2.")] = "",
     ring: Annotated[
         int, typer.Option("--ring", metavar="N", min=1, max=100, help="Slots, in percent of the experts.")
@@ -294,6 +297,7 @@ def bench_speculate(
     settings = speculation.Settings(
         guesses=_numbers("--guesses", guesses, 0, 64),
         ahead=_numbers("--ahead", ahead, 1, 64),
+        told=tuple(filter(None, (word.strip() for word in told.split(",")))),
         bits=_numbers("--bits", bits, 2, 4) or speculation.BITS,
         ring=ring,
         workers=workers,

@@ -3,11 +3,14 @@
 A decode loop runs on a real ring: real workers, direct reads of a scratch file with as many experts as the
 model has.  Which experts a token wants, and which its router ranks behind them, the trace says.  A layer is
 
-    dense product ─► demand, in order ─► [first expert is there: guesses are told] ─► product on each expert
+    dense product ─► demand, in order ─► product on each expert, as soon as it and those before it are there
 
-as `smoe_mp.transformers` drives it.  The products are real and bound by memory: of the layer's dense
-weights (`DENSE_BYTES`, in memory of their own) and of every byte of each expert, in its slot.  So reads that
-take bandwidth from them show.
+as `smoe_mp.transformers` drives it.  Guesses are told before the product on the first expert, as that does,
+or before the one on the last: then all of the layer is there, and no demand shares the device with them.
+
+The products are real and bound by memory: of the layer's dense weights (`DENSE_BYTES`, in a place of their
+own) and of every byte of each expert, in its slot.  So reads that take bandwidth from them show.  They are
+sums of whole numbers by one thread, whatever a BLAS library would do with its own.
 
 Sides are numbers of guesses, 0 among them, in turn; each replays the same tokens in a round, behind some that
 are not counted, which fill the ring for it.  What a side takes longer than the one without guesses is split
@@ -64,20 +67,25 @@ QUIET_S = 30.0  # for reads under way to end
 
 WHAT = "a decode loop on a real ring, its experts by a trace: what guesses name, what they spare and cost."
 
+#: Before which expert's product guesses are told.
+TOLD = ("first", "last")
+
 Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Guessing:
-    """One side: which way guesses are made, and how many at a time; 0: none."""
+    """One side: which way guesses are made, how many at a time (0: none), before which expert's product."""
 
     way: Way
     n: int
+    told: str = TOLD[0]
 
     def __str__(self) -> str:
         if not self.n:
             return "no guesses"
-        return f"{self.n} of the ranks behind" if self.way == "behind" else f"{self.n} by looking ahead"
+        how = "of the ranks behind" if self.way == "behind" else "by looking ahead"
+        return f"{self.n} {how}" + ("" if self.told == TOLD[0] else f", told at the {self.told}")
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class Settings:
 
     guesses: Sequence[int] = GUESSES
     ahead: Sequence[int] = AHEAD
+    told: Sequence[str] = TOLD[:1]
     bits: Sequence[int] = BITS
     ring: int = RING_PERCENT
     workers: int = WORKERS
@@ -107,6 +116,8 @@ def run(progress: Progress, scratch: Path, trace: Path | None, settings: Setting
         routing = small_model()
     else:
         routing = of_trace(read_trace(trace))
+    if strange := [word for word in settings.told if word not in TOLD]:
+        raise ConfigError(f"--told {strange[0]}: wanted is {' or '.join(TOLD)}")
     if odd := [bits for bits in settings.bits if bits not in BITS]:
         raise ConfigError(f"--bits {odd[0]}: vaults have weights of {BITS[0]} or {BITS[1]} bits")
     sides = _sides(routing, settings)
@@ -180,7 +191,8 @@ def _sides(routing: Routing, settings: Settings) -> list[Guessing]:
     ahead = settings.ahead if routing.ahead is not None else ()
     if routing.ahead is not None and ahead and max(ahead) > routing.ahead.shape[-1]:
         raise ConfigError(f"--ahead {max(ahead)}: {routing.ahead.shape[-1]} ranks are known")
-    return [Guessing("behind", n) for n in (0, *counts)] + [Guessing("ahead", n) for n in ahead]
+    named: list[tuple[Way, int]] = [*(("behind", n) for n in counts), *(("ahead", n) for n in ahead)]
+    return [Guessing("behind", 0), *(Guessing(way, n, told) for way, n in named for told in settings.told)]
 
 
 def _slots(routing: Routing, settings: Settings) -> int:
@@ -258,11 +270,11 @@ class Decode:
         at = now()
         self._product(self._dense[layer])
         clock.compute += (then := now()) - at
+        tell = wanted[0 if guessing.told == "first" else -1]
         for expert in self._ring.in_order(layer, wanted):
             clock.wait += (at := now()) - then
-            if guesses:
+            if guesses and expert.expert == tell:
                 self._ring.speculate(whom, guesses)
-                guesses = []
                 clock.telling += (then := now()) - at
                 at = then
             self._product(expert.raw.view(np.int64))

@@ -55,11 +55,11 @@ def test_speculate(disk: Path) -> None:
 
 def test_speculate_looking_ahead(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculate, "TEXT_BYTES", 30)
-    settings = speculate.Settings(bits=(2,), rounds=1, **SMALL)
+    settings = speculate.Settings(bits=(2,), rounds=1, guesses=(0,), told=("first", "last"), **SMALL)
     report = speculate.run(quiet, disk / "scratch", None, settings)
     (rows,) = report.sheets.values()
-    ahead = [f"{n} by looking ahead" for n in (4, 6, 8)]
-    assert list(rows) == ["no guesses", *(f"{n} of the ranks behind" for n in (4, 8)), *ahead]
+    ahead = [f"{n} by looking ahead{when}" for n in (4, 6, 8) for when in ("", ", told at the last")]
+    assert list(rows) == ["no guesses", *ahead]
     named = {(row["way"], row["n"]): row["of_demands"] for row in report.extra["named"]}
     assert named["ahead", 4] < named["ahead", 6] < named["ahead", 8] < 1
     assert named["behind", 4] < named["last", 4] < named["ahead", 4] < named["late", 4]
@@ -76,6 +76,8 @@ def test_speculate_refuses(disk: Path, tmp_path: Path) -> None:
     trace = models.TINY / "traces" / "headers.trace"
     with pytest.raises(ConfigError, match="--bits 3"):
         run(trace, bits=(3,))
+    with pytest.raises(ConfigError, match="--told soon: wanted is first or last"):
+        run(trace, told=("soon",))
     with pytest.raises(ConfigError, match="--guesses 9: 8 ranks are known"):
         run(trace, guesses=(0, 9))
     with pytest.raises(ConfigError, match="2000 tokens with ranks"):
