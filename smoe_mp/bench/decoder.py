@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -204,11 +205,13 @@ class Check:
 
 @dataclass
 class Pass:
-    """What one replay took: `prompt_ns` and `token_ns` of each, the counters' growth in prompts and in
-    tokens, and how many requests were more than the ring keeps (`bulk`)."""
+    """What one replay took: `prompt_ns` and `token_ns` of each, `request_ns` of each request of the tokens,
+    the counters' growth in prompts and in tokens, and how many requests were more than the ring keeps
+    (`bulk`)."""
 
     prompt_ns: list[int] = field(default_factory=list)
     token_ns: list[int] = field(default_factory=list)
+    request_ns: list[int] = field(default_factory=list)
     prompts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
     bulk: int = 0
@@ -253,15 +256,18 @@ class Decoder:
         if rows:
             work(self._matrices[0])
         for step in self.spec.steps:
-            before = self._counters()
+            counters = self._counters()
             with self.ring.phase("prefill" if step.prompt else "decode"):
-                began = time.perf_counter_ns()
-                seen = [self._request(request, work) for request in step.requests]
-                took = time.perf_counter_ns() - began
-            (found.prompt_ns if step.prompt else found.token_ns).append(took)
+                seen, marks = [], [time.perf_counter_ns()]
+                for request in step.requests:
+                    seen.append(self._request(request, work))
+                    marks.append(time.perf_counter_ns())
+            (found.prompt_ns if step.prompt else found.token_ns).append(marks[-1] - marks[0])
+            if not step.prompt:
+                found.request_ns += [after - before for before, after in pairwise(marks)]
             counted = found.prompts if step.prompt else found.tokens
             for key, value in self._counters().items():
-                counted[key] += value - before[key]
+                counted[key] += value - counters[key]
             log.append(seen)
         found.bulk = self._note(log)
         return {**asdict(found), "checked": self._check.checked, "fault": self._check.fault}
