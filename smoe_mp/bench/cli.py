@@ -291,8 +291,9 @@ def bench_speculate(
     workers: Annotated[
         int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
     ] = speculation.WORKERS,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Counted in each round.")] = 48,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 8,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Counted in each round.")] = 12,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 12,
+    picture: Picture = None,
 ) -> None:
     settings = speculation.Settings(
         guesses=_numbers("--guesses", guesses, 0, 64),
@@ -309,6 +310,8 @@ def bench_speculate(
     )
     with _bar() as progress:
         report = speculation.run(progress, scratch, trace, settings)
+    if picture is not None:
+        speculation.plot(report, picture)
     _show(report, as_json)
 
 

@@ -37,7 +37,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from smoe_mp import models, quant, segments
+from smoe_mp import models, plots, quant, segments
 from smoe_mp.bench import Figure, Progress, Report, Share
 from smoe_mp.bench.formats import SHAPE
 from smoe_mp.bench.io import Device, notes_on, scratch_file
@@ -100,8 +100,8 @@ class Settings:
     bits: Sequence[int] = BITS
     ring: int = RING_PERCENT
     workers: int = WORKERS
-    tokens: int = 48
-    rounds: int = 8
+    tokens: int = 12
+    rounds: int = 12
     shape: tuple[int, int] = SHAPE
     dense_bytes: int = DENSE_BYTES
 
@@ -459,3 +459,18 @@ def words(ratio: Ratio, base: _Found, found: _Found, change: Mapping[str, Sequen
         f" with guesses, {more['wait, length']:+.2f}), telling {more['telling']:+.2f} ms;"
         f" {median(found.wasted):.1f} MB a token were read in vain."
     )
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draw what a token's time is made of, side by side.  SmoeError where matplotlib is not here."""
+    picture = plots.figure(8, 1 + 0.5 * sum(len(rows) + 1 for rows in report.sheets.values()))
+    for at, (title, rows) in enumerate(report.sheets.items(), 1):
+        axes = picture.add_subplot(len(report.sheets), 1, at, title=title, xlabel="ms a token")
+        left = [0.0] * len(rows)
+        for column in ("compute", "wait"):
+            width = [median(row[column].values) for row in rows.values()]
+            axes.barh(list(rows), width, left=left, label=column)
+            left = [a + b for a, b in zip(left, width, strict=True)]
+        axes.invert_yaxis()
+        axes.legend()
+    plots.save(picture, path)
