@@ -399,7 +399,9 @@ class _Bench:
             }
             report.sheets.setdefault(title, {})[str(side)] = row
             report.figures += row.values()
-            beside = "unknown" if found.device is None else f"{found.device / found.wanted:.3f} times that"
+            beside = (
+                "unknown" if found.device is None else f"{found.device / max(1, found.wanted):.3f} times that"
+            )
             report.notes.append(
                 f"{where}, {side}: {found.issued} guesses were read or queued, {found.used} were used;"
                 f" wanted {human_bytes(found.wanted)}, the device read {beside}."
