@@ -236,6 +236,7 @@ class Decoder:
         slots = [view[i * ring.slot_bytes : (i + 1) * ring.slot_bytes] for i in range(ring.slots)]
         self._reads = BareReads(spec.path, spec.size, slots, spec.readers)
         self._missed: list[list[int]] = []  # places of the file, of each request of each token
+        self._turns: list[list[bool]] = []  # of the same, whether what is taken in each turn was missed
         self._check = Check(ring)
 
     def empty(self) -> dict[str, Any]:
@@ -289,7 +290,7 @@ class Decoder:
 
     def _note(self, log: list[list[Seen]]) -> int:
         """Keep what was missed, and hold the hits against the simulation.  How many requests were bulk."""
-        self._missed, n_bulk = [], 0
+        self._missed, self._turns, n_bulk = [], [], 0
         for step, requests in zip(self.spec.steps, log, strict=True):
             for request, came in zip(step.requests, requests, strict=True):
                 seen = came.in_order(request.experts)
@@ -298,6 +299,8 @@ class Decoder:
                 self._check.take(seen, bulk=bulk, window=window)
                 if not step.prompt:
                     self._missed.append(self._places(seen))
+                    missed = [not hit for hit in seen.hits]
+                    self._turns.append(sorted(missed) if self.spec.any_order else missed)
         return n_bulk
 
     def _places(self, seen: Seen) -> list[int]:
@@ -319,13 +322,14 @@ class Decoder:
         return {"request_ns": found}
 
     def read(self) -> dict[str, Any]:
-        """Of each request of each token the time (ns)."""
+        """Of each request of each token the time (ns); and `turns`: of its experts, in the order in which
+        they are computed with, whether each was missed."""
         found = []
         for places in self._missed:
             began = time.perf_counter_ns()
             self._reads(places)
             found.append(time.perf_counter_ns() - began)
-        return {"request_ns": found}
+        return {"request_ns": found, "turns": self._turns}
 
 
 def _data_segment(ring: smoe_mp.Ring) -> mmap.mmap:

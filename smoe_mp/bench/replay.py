@@ -8,6 +8,9 @@ by how many rows it has: 0, 0.5, 1 and 2 times as long as the reads.  A token is
     the bound              the longer of its computing alone and of its reads alone: everything overlaps
     the bound by layers    the same of each layer, added up: a layer's experts are known only when the layer
                            before it is done, so that no more than this can overlap without guessing
+    the bound by turns     of each layer, as if its reads landed evenly one after the other: its experts are
+                           computed with in their order (by `as_ready`: those that are there first), and
+                           nothing is computed while the next one is awaited
 
 Computing alone is the same products on bytes that are in memory.  Reads alone are direct reads of what the
 replay missed, by threads that do nothing else, all of one layer at once and one layer after the other, into
@@ -135,6 +138,16 @@ def turned(steps: Sequence[Step], by: float) -> list[Step]:
     """The same, begun with another step: so that clients do not go in step with each other."""
     at = int(len(steps) * by)
     return [*steps[at:], *steps[:at]]
+
+
+def in_turns(compute: float, reads: float, missed: Sequence[bool]) -> float:
+    """How long a request takes if its reads, `reads` long, land evenly one after the other, and computing,
+    `compute` long, goes through its experts in turn, of which some are `missed`."""
+    done, landed, misses = 0.0, 0, sum(missed)
+    for miss in missed:
+        landed += miss
+        done = max(done, reads * landed / misses if miss else 0.0) + compute / len(missed)
+    return done
 
 
 def lru_rate(steps: Sequence[Step], experts: int, slots: int) -> float:
@@ -305,12 +318,13 @@ def _facts(vault: _Vault, steps: Sequence[Step], slots: int, settings: Settings)
     return [
         where,
         f"By stack distances, plain LRU has {rate:.1%} of all demands, prompts included, in this order.",
-        "The bound by layers adds up the longer of both of each layer: a layer's experts are known when the"
-        " one before it is done.",
+        "by layers: the longer of both of each layer, added up: a layer's experts are known when the one"
+        " before it is done. by turns: of each layer, as if its reads landed evenly one after the other, and"
+        " its experts were computed with in their order, as far as they are there.",
     ]
 
 
-def _total(requests: Sequence[Sequence[int]]) -> int:
+def _total(requests: Sequence[Sequence[float]]) -> float:
     """Of all requests of all clients."""
     return sum(map(sum, requests))
 
@@ -332,6 +346,8 @@ class _Bench:
         self.reads_ms: list[float] = []
         self.compute_ms: dict[float, list[float]] = defaultdict(list)
         self.layers_ms: dict[float, list[float]] = defaultdict(list)
+        self.turns_ms: dict[float, list[float]] = defaultdict(list)
+        self.turns: list[list[list[bool]]] = []  # of the latest reads alone, by client
         self.found: dict[float, list[dict[str, float]]] = defaultdict(list)
         self.bytes: dict[float, list[int]] = defaultdict(lambda: [0, 0])  # wanted, device
         self.by_ring: list[list[int]] = []  # of the latest replay without computing, ns of requests by client
@@ -374,7 +390,10 @@ class _Bench:
 
     def _alone(self, side: str, compute: float) -> list[list[int]]:
         how = {"rows": self.rows[compute]} if side == "compute" else {}
-        return [answer["request_ns"] for answer in _all(self.clients, side, **how)]
+        answers = _all(self.clients, side, **how)
+        if side == "read":
+            self.turns = [answer["turns"] for answer in answers]
+        return [answer["request_ns"] for answer in answers]
 
     def _reads(self, bare: list[list[int]]) -> list[list[int]]:
         """The reads alone: by threads, or by the ring where it is faster."""
@@ -427,7 +446,7 @@ class _Bench:
     def _add(self, alone: dict[float, list[list[int]]]) -> None:
         """A round's sides alone, as ms a token."""
 
-        def per_token(requests: Sequence[Sequence[int]]) -> float:
+        def per_token(requests: Sequence[Sequence[float]]) -> float:
             return _total(requests) / self.tokens / 1e6
 
         reads = self._reads(alone[-1.0])
@@ -435,9 +454,10 @@ class _Bench:
         self.reads_ms.append(per_token(reads))
         for compute in self.settings.compute:
             computing = alone.get(compute) or [[0] * len(one) for one in reads]
-            both = zip(computing, reads, strict=True)
+            both = list(zip(computing, reads, self.turns, strict=True))
             self.compute_ms[compute].append(per_token(computing))
-            self.layers_ms[compute].append(per_token([[*map(max, c, r)] for c, r in both]))
+            self.layers_ms[compute].append(per_token([[*map(max, c, r)] for c, r, _ in both]))
+            self.turns_ms[compute].append(per_token([[*map(in_turns, c, r, t)] for c, r, t in both]))
 
     # --- what was found ---
 
@@ -452,9 +472,13 @@ class _Bench:
         for compute in self.settings.compute:
             token = [one["token"] for one in self.found[compute]]
             bound = [max(pair) for pair in zip(self.compute_ms[compute], self.reads_ms, strict=True)]
-            goal, layers = Goal("at most", AT_MOST), self.layers_ms[compute]
-            report.shares.append(Share(f"{compute:g} x: token / bound", token, bound, goal))
-            report.shares.append(Share(f"{compute:g} x: token / bound by layers", token, layers, goal))
+            goal = Goal("at most", AT_MOST)
+            for name, values in (
+                ("bound", bound),
+                ("bound by layers", self.layers_ms[compute]),
+                ("bound by turns", self.turns_ms[compute]),
+            ):
+                report.shares.append(Share(f"{compute:g} x: token / {name}", token, values, goal))
         report.notes.append(
             f"Reads alone are the ring's, with no computing, in {self.ring_faster} of {self.settings.rounds}"
             " rounds, where it was faster than bare threads."
@@ -484,6 +508,7 @@ class _Bench:
         yield "computing", "ms", self.compute_ms[compute]
         yield "reads", "ms", self.reads_ms
         yield "by layers", "ms", self.layers_ms[compute]
+        yield "by turns", "ms", self.turns_ms[compute]
         yield "waiting", "ms", [one["waiting"] for one in found]
         yield "waits", "", [one["waits"] for one in found]
         yield "hits", "%", [one["hits"] for one in found]
@@ -504,6 +529,7 @@ def plot(report: Report, path: Path) -> None:
         ("computing", ":", "computing alone"),
         ("reads", ":", "reads alone"),
         ("by layers", "--", "bound by layers"),
+        ("by turns", "--", "bound by turns"),
     ):
         axes.plot(x, [median(row[column].values) for row in rows], style, label=label)
     axes.set_ylim(bottom=0)

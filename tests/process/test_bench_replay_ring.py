@@ -81,7 +81,8 @@ def assert_exact(
 def assert_reads_and_computes(decoder: Decoder, steps: list[Step]) -> None:
     requests = sum(len(step.requests) for step in steps if not step.prompt)
     assert len(decoder.compute(2)["request_ns"]) == requests
-    assert len(decoder._missed) == requests
+    assert [sum(turns) for turns in decoder._turns] == [len(places) for places in decoder._missed]
+    assert len(decoder._turns) == requests
 
 
 @pytest.mark.parametrize("slots", [6, 12, 15, 63, 65, 130])
@@ -145,7 +146,9 @@ def test_the_command(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("as by exact LRU" in note for note in plain["notes"])
     sides = ["0 x", "1 x"]
     assert [r["name"] for r in plain["ratios"]] == [
-        f"{side}: token / {bound}" for side in sides for bound in ("bound", "bound by layers")
+        f"{side}: token / {bound}"
+        for side in sides
+        for bound in ("bound", "bound by layers", "bound by turns")
     ]
     figures = {f["name"]: f["rounds"] for f in plain["figures"]}
     for side in sides:

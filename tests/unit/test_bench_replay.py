@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from smoe_mp.bench.decoder import Request, Seen, Spec, Step
 from smoe_mp.bench.io import _ordinary
 from smoe_mp.bench.lru import ExactLru
-from smoe_mp.bench.replay import first_tokens, lru_rate, steps_of, turned
+from smoe_mp.bench.replay import first_tokens, in_turns, lru_rate, steps_of, turned
 from smoe_mp.trace import BUSY, CLAIM, DEMAND, GUESS, IDLE, TraceBuilder, read_trace
 
 
@@ -46,6 +47,21 @@ def test_rows_of_a_layer_are_one_request_and_layers_that_ascend_one_step() -> No
     assert turned(steps, 0.5) == [*steps[2:], *steps[:2]]
     # Of 16 demands, those of expert 4 in the third step are there again, with 2 others in between.
     assert (lru_rate(steps, 8, 2), lru_rate(steps, 8, 3)) == (0, 2 / 16)
+
+
+@pytest.mark.parametrize(
+    ("missed", "took"),
+    [
+        ([False, False, False, False], 8),  # all computing
+        ([True, False, False, False], 6 + 8),  # the first is awaited
+        ([False, False, False, True], 6 + 2),  # all but the last are computed meanwhile
+        ([True, False, False, True], 3 + 8),  # the second lands while they are
+        ([True, True, True, True], 1.5 + 8),
+    ],
+)
+def test_what_is_missed_is_awaited_in_its_turn(missed: list[bool], took: float) -> None:
+    """6 to read, 8 to compute with four."""
+    assert in_turns(8, 6, missed) == took
 
 
 def test_of_one_layer_each_record_is_a_step() -> None:
