@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp.bench.curve import usual_top_k
+from smoe_mp.bench.lru import ExactLru
 from smoe_mp.distances import lru_distances
 from smoe_mp.engine import F32, Cache, Engine, _Layer
 from smoe_mp.errors import ConfigError
@@ -33,6 +34,7 @@ from smoe_mp.trace import BUSY, DEMAND, IDLE, RANKS, Trace
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Way = Literal["behind", "last", "ahead", "late"]
+Told = Literal["behind", "ahead"]  # those that a ring is told of
 
 NOBODY = -1
 
@@ -78,7 +80,7 @@ class Routing:
         before[self.begins] = NOBODY
         return before
 
-    def told(self, way: Way, n: int, token: int, layer: int) -> tuple[int, list[int]]:
+    def told(self, way: Told, n: int, token: int, layer: int) -> tuple[int, list[int]]:
         """What is guessed right behind the demand of a token in a layer: the layer guessed for, and experts.
 
         For "behind" the next token's, for "ahead" the next layer's; the last layer's next is not known yet.
@@ -102,6 +104,18 @@ class Routing:
         keys = self.chosen + self.experts * np.arange(self.layers)[:, None]
         distances = lru_distances(keys.flatten().tolist())
         return ((distances < 0) | (distances >= slots)).reshape(self.chosen.shape)
+
+    def coverage(self, way: Told, n: int, slots: int) -> float:
+        """The share of all experts demanded that a ring of `slots` with exact LRU would have, were each guess
+        read the moment that it is told; what it brings in is as fresh as what was demanded."""
+        ring, hits = ExactLru(slots), 0
+        for token, layer in np.ndindex(self.chosen.shape[:2]):
+            hits += sum([ring.access((layer, expert)) for expert in self.chosen[token, layer].tolist()])
+            whom, guesses = self.told(way, n, token, layer)
+            for key in ((whom, expert) for expert in guesses):
+                if key not in ring.slot:
+                    ring.access(key)
+        return hits / self.chosen.size
 
     def share_named(self, way: Way, n: int) -> float:
         """Of the experts demanded, the share that was among the `n` named before."""

@@ -43,7 +43,7 @@ from smoe_mp.bench.formats import SHAPE
 from smoe_mp.bench.io import Device, notes_on, scratch_file
 from smoe_mp.bench.prewarm import texts
 from smoe_mp.bench.rings import BenchRing, FlatSource, bench_ring, flat_source
-from smoe_mp.bench.routing import Looking, Routing, Way, lookahead, of_trace
+from smoe_mp.bench.routing import Looking, Routing, Told, Way, lookahead, of_trace
 from smoe_mp.bench.stats import Ratio, median
 from smoe_mp.engine import ResidentExperts
 from smoe_mp.errors import ConfigError, SmoeError
@@ -77,7 +77,7 @@ Int64s = npt.NDArray[np.int64]
 class Guessing:
     """One side: which way guesses are made, how many at a time (0: none), before which expert's product."""
 
-    way: Way
+    way: Told
     n: int
     told: str = TOLD[0]
 
@@ -191,7 +191,7 @@ def _sides(routing: Routing, settings: Settings) -> list[Guessing]:
     ahead = settings.ahead if routing.ahead is not None else ()
     if routing.ahead is not None and ahead and max(ahead) > routing.ahead.shape[-1]:
         raise ConfigError(f"--ahead {max(ahead)}: {routing.ahead.shape[-1]} ranks are known")
-    named: list[tuple[Way, int]] = [*(("behind", n) for n in counts), *(("ahead", n) for n in ahead)]
+    named: list[tuple[Told, int]] = [*(("behind", n) for n in counts), *(("ahead", n) for n in ahead)]
     return [Guessing("behind", 0), *(Guessing(way, n, told) for way, n in named for told in settings.told)]
 
 
@@ -215,10 +215,21 @@ def _add_names(report: Report, routing: Routing, sides: Sequence[Guessing], slot
             ("ahead", "the next layer's router, before this layer's experts", (k, k + 2, k + 4)),
             ("late", "the next layer's router, after this layer's experts", (k, k + 2, k + 4)),
         ]
-    missing = routing.missing(slots)[routing.guessable()].mean()
+    covered = {
+        (way, n): routing.coverage(way, n, slots) for way, n in dict.fromkeys((s.way, s.n) for s in sides)
+    }
     report.notes.append(
-        f"{len(routing)} tokens; without guesses a ring of {slots} slots has {1 - missing:.1%} of theirs."
+        f"{len(routing)} tokens; without guesses a ring of {slots} slots has {covered['behind', 0]:.1%} of"
+        " their experts."
     )
+    report.notes += [
+        f"{Guessing(way, n)}, were they all read at once: {share:.1%}."
+        for (way, n), share in covered.items()
+        if n
+    ]
+    report.extra["coverage_at_best"] = [
+        {"way": way, "n": n, "coverage": share} for (way, n), share in covered.items()
+    ]
     for way, words, counts in ways:
         for n in counts:
             if way == "behind" and n > routing.behind.shape[-1]:

@@ -83,6 +83,22 @@ def test_shares_by_counting(way: Any) -> None:
     assert routing.spared(way, n, 36) <= 1  # all fit, so that only first demands are missing
 
 
+@pytest.mark.parametrize("way", ["behind", "ahead"])
+def test_coverage_at_best(way: Any) -> None:
+    routing, slots = random_routing(3), 15
+    assert routing.coverage(way, 0, slots) == pytest.approx(1 - routing.missing(slots).mean())
+    # What no ring throws out is missed once: at its first demand, or never where it was named before.
+    all_fit = routing.coverage(way, 3, 36)
+    named, first = set[tuple[int, int]](), 0
+    for t, layer in np.ndindex(len(routing), routing.layers):
+        keys = [(layer, e) for e in routing.chosen[t, layer].tolist()]
+        first += sum(key not in named for key in keys)
+        whom, ids = routing.told(way, 3, t, layer)
+        named.update(keys, ((whom, e) for e in ids))
+    assert all_fit == pytest.approx(1 - first / routing.chosen.size)
+    assert all_fit > routing.coverage(way, 0, 36)
+
+
 def one_token(builder: TraceBuilder, shift: int, who: int = 0, layers: tuple[int, ...] = (1, 3)) -> None:
     for layer in layers:
         builder.add(DEMAND, who, layer, 0, experts=[shift, layer + 10])
