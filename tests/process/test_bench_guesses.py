@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 from support import SHM
+from typer.testing import CliRunner
 
 from smoe_mp import models
 from smoe_mp.bench import prewarm, speculate
+from smoe_mp.bench.cli import app
 from smoe_mp.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux")
@@ -27,6 +30,24 @@ def nothing_left() -> Iterator[None]:
 
 def quiet(what: str, done: float, total: float) -> None:
     assert 0 <= done <= total
+
+
+def command(*words: str) -> dict[str, Any]:
+    """What `smoe-mp bench` prints as JSON."""
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    plain: dict[str, Any] = json.loads(done.stdout)
+    return plain
+
+
+def test_the_speculate_command(disk: Path) -> None:
+    words = ("--quick", "--guesses", "2", "--bits", "2", "--ring", "10", "--scratch", str(disk))
+    plain = command("speculate", str(models.TINY / "traces" / "tests.trace"), *words)
+    assert (plain["bench"], plain["settings"]["bits"], plain["settings"]["rounds"]) == ("speculate", [2], 2)
+    assert [share["name"] for share in plain["ratios"]] == ["Q2: token, 2 of the ranks behind / no guesses"]
+    at_best = {row["n"]: row["coverage"] for row in plain["coverage_at_best"]}
+    assert set(at_best) == {0, 2}
+    assert all(0 < share < 1 for share in at_best.values())
 
 
 def test_speculate(disk: Path) -> None:
@@ -86,17 +107,21 @@ def test_speculate_refuses(disk: Path, tmp_path: Path) -> None:
 
 def test_prewarm(runtime_dir: Path) -> None:
     """Counts only, which are the same wherever this runs: the model and the prompts come along."""
-    report = prewarm.run(quiet, quick=True, rounds=1)
-    rows = report.sheets["prompts of 8 bytes"]
-    first = {side: row["reads, first token"].values[0] for side, row in rows.items()}
-    hits = {side: row["hits, first token"].values[0] for side, row in rows.items()}
-    assert hits["none"] == 0
-    assert 0 < first["popularity"] < first["table order"] < first["none"]
-    assert hits["popularity"] == pytest.approx(100 * (1 - first["popularity"] / first["none"]))
-    for row in rows.values():
-        assert row["reads, turn"].values[0] >= row["reads, first token"].values[0]
-    assert len(report.figures) == 3 * 5
-    loaded = [note for note in report.notes if " experts were loaded before the turn" in note]
+    plain = command("prewarm", "--quick", "--rounds", "1")
+    figures = {f["name"]: f["rounds"] for f in plain["figures"]}
+    assert len(figures) == len(prewarm.SIDES) * 5
+
+    def of(side: str, column: str) -> float:
+        (value,) = figures[f"prompts of 8 bytes: {side}, {column}"]
+        return float(value)
+
+    reads = {side: of(side, "reads, first token") for side in prewarm.SIDES}
+    assert 0 < reads["popularity"] < reads["none"]
+    assert 0 < reads["table order"] < reads["none"]
+    for side, n in reads.items():  # an empty ring reads all that the prompt wants
+        assert of(side, "hits, first token") == pytest.approx(100 * (1 - n / reads["none"]))
+        assert of(side, "reads, turn") >= n
+    loaded = [note for note in plain["notes"] if " experts were loaded before the turn" in note]
     assert [note.split(": ")[2].split()[0] for note in loaded] == ["128", "128", "0"]
 
 
