@@ -582,6 +582,13 @@ class Ring:
         refuses).  Raises ConfigError where there is no CUDA, ImportError without torch."""
         return importlib.import_module("smoe_mp.cuda").pin(self)
 
+    def waves(self, n: int) -> tuple[bool, int]:
+        """How `as_ready` and `in_order` go about a request of `n` experts: whether it is more than the ring
+        can keep, so that what it reads is the next to be evicted, and how many of it are held at a time."""
+        bulk = n > self.top_k and n * self.experts > self.slots * self._grid[1]
+        window = min(n, max(1, self.slots // 2))
+        return bulk, min(window, max(2, self.slots // 4), BULK_SLOTS) if bulk else window
+
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """A request is being served: `with ring.busy():`.  The prewarm process rests meanwhile.  Blocks of
@@ -663,10 +670,7 @@ class _Waves:
         self.asked = 0  # ids[:asked] have been demanded
         self.flying = 0  # demanded and not yet yielded
         self.ready: deque[int] = deque()
-        self.bulk = len(batch) > ring.top_k and len(batch) * ring.experts > ring.slots * ring._grid[1]
-        self.window = min(len(batch), max(1, ring.slots // 2))
-        if self.bulk:
-            self.window = min(self.window, max(2, ring.slots // 4), BULK_SLOTS)
+        self.bulk, self.window = ring.waves(len(batch))
 
     def _demand(self, n: int, wait: bool) -> bool:
         """Demand the next n, waiting for the reservation or not."""

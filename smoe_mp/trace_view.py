@@ -6,7 +6,6 @@ tokens at once (a prompt), and takes no part in what is said of adjacent ones.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from smoe_mp.errors import SmoeError
+from smoe_mp import plots
+from smoe_mp.distances import hit_rates, lru_distances
 from smoe_mp.trace import BUSY, CLAIM, DEMAND, GUESS, IDLE, KINDS, RANKS, THERE, Trace
 
-__all__ = ["Summary", "draw", "lru_hit_rate", "overlap", "plot", "popularity", "reuse_distances", "summary"]
+__all__ = ["Summary", "draw", "overlap", "plot", "popularity", "reuse_distances", "summary"]
 
 SLOTS = (64, 128, 256, 512, 1024, 1536, 2048, 4096)
 _SHADES = " ░▒▓█"
@@ -71,7 +71,7 @@ def _demands(trace: Trace) -> npt.NDArray[np.intp]:
     return np.flatnonzero((trace.kind == DEMAND) | (trace.kind == CLAIM))
 
 
-def _demanded(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+def demanded(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     """Every expert demanded, as layer x experts + expert, in order; and its outcome."""
     counts = np.diff(trace.first)
     is_demand = np.repeat((trace.kind == DEMAND) | (trace.kind == CLAIM), counts)
@@ -81,7 +81,7 @@ def _demanded(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8
 
 def popularity(trace: Trace) -> npt.NDArray[np.int64]:
     """How often each expert was demanded: [layers, experts]."""
-    keys, _ = _demanded(trace)
+    keys, _ = demanded(trace)
     counts = np.bincount(keys, minlength=trace.layers * trace.experts)
     return counts.reshape(trace.layers, trace.experts)
 
@@ -126,41 +126,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
-    """For each expert demanded, in order, how many others were since its last demand; -1: the first.
-
-    The stack distance of Mattson et al. (IBM Systems Journal 9(2), 1970), by a Fenwick tree over the places
-    of each expert's latest demand.
-    """
-    keys = _demanded(trace)[0].tolist()
-    tree, latest = [0] * (len(keys) + 1), dict[int, int]()
-    out = np.empty(len(keys), np.int64)
-    for at, key in enumerate(keys, 1):
-        before = latest.get(key)
-        out[at - 1] = -1 if before is None else len(latest) - _sum(tree, before)
-        if before is not None:
-            _add(tree, before, -1)
-        _add(tree, at, 1)
-        latest[key] = at
-    return out
-
-
-def _add(tree: list[int], at: int, change: int) -> None:
-    while at < len(tree):
-        tree[at] += change
-        at += at & -at
-
-
-def _sum(tree: list[int], at: int) -> int:
-    total = 0
-    while at:
-        total += tree[at]
-        at &= at - 1
-    return total
-
-
-def lru_hit_rate(distances: npt.NDArray[np.int64], slots: int) -> float:
-    """Of demands with these reuse distances, the share that an exact LRU cache of `slots` experts has."""
-    return float(np.mean((distances >= 0) & (distances < slots))) if len(distances) else 0.0
+    """For each expert demanded, in order, how many others were since its last demand; -1: the first."""
+    return lru_distances(demanded(trace)[0].tolist())
 
 
 def turns(trace: Trace) -> list[Turn]:
@@ -189,7 +156,7 @@ def turns(trace: Trace) -> list[Turn]:
 
 def summary(trace: Trace, slots: Sequence[int] = SLOTS) -> Summary:
     """All figures of a trace; `slots`: the ring sizes of `lru`."""
-    _, outcomes = _demanded(trace)
+    _, outcomes = demanded(trace)
     shares, foretold = _adjacent(trace)
     distances = reuse_distances(trace)
     again = distances[distances >= 0]
@@ -211,7 +178,7 @@ def summary(trace: Trace, slots: Sequence[int] = SLOTS) -> Summary:
         first_demands=float(np.mean(distances < 0)) if len(distances) else None,
         reuse_median=float(np.quantile(again, 0.5)) if len(again) else None,
         reuse_90=float(np.quantile(again, 0.9)) if len(again) else None,
-        lru={n: lru_hit_rate(distances, n) for n in slots},
+        lru=dict(zip(slots, hit_rates(distances, slots), strict=True)),
         turns=turns(trace),
     )
 
@@ -301,14 +268,7 @@ def _turn_table(about: Summary, most: int = 12) -> Table:
 
 def plot(trace: Trace, path: Path) -> None:
     """The popularity as a picture, layers x experts.  SmoeError where matplotlib is not here."""
-    try:
-        figures: Any = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise SmoeError("--plot needs matplotlib: pip install 'smoe-mp[plot]'") from error
-    figure = figures.Figure(figsize=(10, 1 + trace.layers / 6), layout="constrained")
+    figure = plots.figure(10, 1 + trace.layers / 6)
     axes = figure.add_subplot(xlabel="expert", ylabel="layer", title="demands")
     figure.colorbar(axes.imshow(popularity(trace), aspect="auto", interpolation="nearest"))
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise SmoeError(f"{path}: the picture cannot be written: {error}") from error
+    plots.save(figure, path)

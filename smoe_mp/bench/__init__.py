@@ -3,6 +3,10 @@
     stats    medians, spread, paired ratios, verdicts
     rings    rings with real workers for measuring, and the native program smoe-bench
     io hit miss idle open formats dequant    one benchmark each: `run(...)` measures and returns a `Report`
+    replay decoder lru                       a decode loop by a trace, its client, and what LRU would have
+    curve                                    hit rates of a trace by ring size; nothing is run
+    speculate routing                        what guesses cost and spare, and what they name
+    prewarm                                  the first turn after a start
     cli      the commands
 
 Each benchmark states what it measures, runs its sides in turn in one run, and prints what it found with

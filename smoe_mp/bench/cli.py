@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers|cuda`."""
+"""`smoe-mp bench NAME`: one command for each benchmark."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from smoe_mp.bench import Progress, Report, control, cuda, dequant, formats, hit, idle, io, machine, miss
+from smoe_mp.bench import (
+    Progress,
+    Report,
+    control,
+    cuda,
+    curve,
+    dequant,
+    formats,
+    hit,
+    idle,
+    io,
+    machine,
+    miss,
+    replay,
+)
 from smoe_mp.bench import open as opening
+from smoe_mp.bench import prewarm as prewarming
+from smoe_mp.bench import speculate as speculation
 from smoe_mp.bench import transformers as answers
 from smoe_mp.bench.randommoe import Shape
 from smoe_mp.errors import ConfigError
@@ -30,6 +46,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short form: seconds, and wide intervals.")]
 Scratch = Annotated[
     Path, typer.Option("--scratch", metavar="DIR", help="Where the scratch file is made and kept.")
+]
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="A trace; also a routing CSV or JSON lines, gzipped or not.")
+]
+Picture = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a picture (needs matplotlib).")
 ]
 Slots = Annotated[str, typer.Option("--slots", metavar="N,N", help="Ring sizes.")]
 
@@ -191,6 +213,143 @@ def bench_cuda(
 ) -> None:
     with _bar() as progress:
         report = cuda.run(progress, scratch, quick=quick, rounds=rounds)
+    _show(report, as_json)
+
+
+@app.command(
+    "curve",
+    help="Hit rates by ring size that a trace would have: exact LRU and Belady's OPT.\n\n"
+    "Example: smoe-mp bench curve evening.trace --plot evening.png",
+)
+def bench_curve(
+    file: TraceFile,
+    as_json: AsJson = False,
+    slots: Slots = "",
+    picture: Picture = None,
+) -> None:
+    with _bar() as progress:
+        found = curve.run(progress, file, slots=_numbers("--slots", slots, 1, 2**21) or ())
+    if picture is not None:
+        found.plot(picture)
+    found.show(as_json=as_json)
+
+
+@app.command(
+    "replay",
+    help="A decode loop on a ring, driven by a trace, over the faster that it could be.\n\n"
+    "Example: smoe-mp bench replay evening.trace --ring 50 --tokens 32",
+)
+def bench_replay(
+    *,
+    file: TraceFile,
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    ring: Annotated[
+        int, typer.Option("--ring", metavar="N", min=1, max=100, help="Slots, in percent of the experts.")
+    ] = 50,
+    size: Annotated[
+        int, typer.Option("--expert-kib", metavar="KIB", min=0, help="Size of an expert; 0: 1024.")
+    ] = 0,
+    compute: Annotated[
+        str, typer.Option("--compute", metavar="N,N", help="Time of computing, in percent of the reads'.")
+    ] = "",
+    workers: Annotated[int, typer.Option("--workers", min=0, max=127, help="Workers; 0: 8.")] = 0,
+    clients: Annotated[int, typer.Option("--clients", min=1, max=32, help="Clients at once.")] = 1,
+    tokens: Annotated[int, typer.Option("--tokens", min=0, help="Of the trace; 0: all.")] = 0,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 5.")] = 0,
+    any_order: Annotated[bool, typer.Option("--any-order", help="By as_ready, not in_order.")] = False,
+    picture: Picture = None,
+) -> None:
+    if size % 4:
+        raise ConfigError(f"--expert-kib {size}: a multiple of 4 is wanted")
+    given: dict[str, Any] = {
+        "expert_bytes": size << 10,
+        "compute": tuple(n / 100 for n in _numbers("--compute", compute, 0, 10_000) or ()),
+        "workers": workers,
+        "tokens": tokens,
+        "rounds": rounds,
+    }
+    base = replay.QUICK if quick else {}
+    settings = replay.Settings(
+        ring=ring / 100, clients=clients, any_order=any_order, **base | {k: v for k, v in given.items() if v}
+    )
+    with _bar() as progress:
+        report = replay.run(progress, scratch, file, settings)
+    if picture is not None:
+        replay.plot(report, picture)
+    _show(report, as_json)
+
+
+@app.command(
+    "speculate",
+    help="What guesses name, spare and cost, on a trace that records further ranks; without one, on the small"
+    " model, whose next layer's router is asked too.\n\n"
+    "Example: smoe-mp bench speculate evening.trace --guesses 4,8",
+)
+def bench_speculate(
+    *,
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="Of `smoe-mp trace record`.")
+    ] = None,
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    guesses: Annotated[str, typer.Option("--guesses", metavar="N,N", help="Ranks behind the top-k.")] = "4,8",
+    ahead: Annotated[
+        str, typer.Option("--ahead", metavar="N,N", help="Named of the next layer, without a TRACE.")
+    ] = "4,6,8",
+    told: Annotated[
+        str, typer.Option("--told", metavar="WORD,WORD", help="At a layer's first or last expert.")
+    ] = "first",
+    bits: Annotated[str, typer.Option("--bits", metavar="N,N", help="Of the experts' weights: 4, 2.")] = "",
+    ring: Annotated[
+        int, typer.Option("--ring", metavar="N", min=1, max=100, help="Slots, in percent of the experts.")
+    ] = speculation.RING_PERCENT,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
+    ] = speculation.WORKERS,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Counted in each round.")] = 12,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 12,
+    picture: Picture = None,
+) -> None:
+    settings = speculation.Settings(
+        guesses=_numbers("--guesses", guesses, 0, 64),
+        ahead=_numbers("--ahead", ahead, 1, 64),
+        told=tuple(filter(None, (word.strip() for word in told.split(",")))),
+        bits=_numbers("--bits", bits, 2, 4) or speculation.BITS,
+        ring=ring,
+        workers=workers,
+        **(
+            {"tokens": 6, "rounds": 2, "shape": (64, 256), "dense_bytes": 1 << 20}
+            if quick
+            else {"tokens": tokens, "rounds": rounds}
+        ),
+    )
+    with _bar() as progress:
+        report = speculation.run(progress, scratch, trace, settings)
+    if picture is not None:
+        speculation.plot(report, picture)
+    _show(report, as_json)
+
+
+@app.command(
+    "prewarm",
+    help="The first turn after a start, with and without prewarming.\n\n"
+    "Example: smoe-mp bench prewarm --prompts 8,128",
+)
+def bench_prewarm(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    prompts: Annotated[str, typer.Option("--prompts", metavar="N,N", help="Their lengths in bytes.")] = "",
+    slots: Annotated[
+        int, typer.Option("--slots", metavar="N", min=129, max=512, help="Of the ring.")
+    ] = prewarming.SLOTS,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: as many as usual.")] = 0,
+) -> None:
+    lengths = _numbers("--prompts", prompts, 1, 2000)
+    with _bar() as progress:
+        report = prewarming.run(progress, quick=quick, prompts=lengths, slots=slots, rounds=rounds)
     _show(report, as_json)
 
 

@@ -234,11 +234,12 @@ def notes_on(device: Device) -> list[str]:
 # --- the scratch file ------------------------------------------------------------------------------------
 
 
-def scratch_file(folder: Path, size: int, progress: Progress) -> Path:
-    """A file of at least `size` allocated random bytes in `folder`; one that is there already is taken."""
+def scratch_file(folder: Path, size: int, progress: Progress, *, floats: bool = False) -> Path:
+    """A file of at least `size` allocated random bytes in `folder`; one that is there already is taken.
+    `floats`: they are ordinary float32 numbers as well, for who computes with them: no NaN, none denormal."""
     folder.mkdir(parents=True, exist_ok=True)
     size = -(-size // CHUNK) * CHUNK
-    path = folder / "bench-io.bin"
+    path = folder / ("bench-floats.bin" if floats else "bench-io.bin")
     if path.exists() and _is_whole(path, size):
         return path
     free = shutil.disk_usage(folder).free + (path.stat().st_blocks * 512 if path.exists() else 0)
@@ -251,7 +252,7 @@ def scratch_file(folder: Path, size: int, progress: Progress) -> Path:
     partial = path.with_suffix(".partial")
     try:
         with _writable(partial, os.O_TRUNC) as fd:
-            _write_random(fd, 0, size, progress)
+            _write_random(fd, 0, size, progress, floats=floats)
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -300,15 +301,21 @@ def fill_random(path: Path, start: int, end: int, progress: Progress) -> None:
         _write_random(fd, first, max(first, last), progress)
 
 
-def _write_random(fd: int, start: int, end: int, progress: Progress) -> None:
+def _write_random(fd: int, start: int, end: int, progress: Progress, *, floats: bool = False) -> None:
     random = np.random.default_rng()  # never the same bytes twice: nothing below can share blocks
     with mmap.mmap(-1, CHUNK) as chunk:  # page-aligned, as direct writes want it
         for done in range(start, end, CHUNK):
             progress("scratch file, MiB", done // MIB, end // MIB)
-            chunk[:] = random.bytes(CHUNK)
+            chunk[:] = _ordinary(random.bytes(CHUNK)) if floats else random.bytes(CHUNK)
             left = memoryview(chunk)
             while left:
                 n = os.write(fd, left)
                 left = left[n:]
             left.release()
     progress("scratch file, MiB", end // MIB, end // MIB)
+
+
+def _ordinary(raw: bytes) -> bytes:
+    """The same bytes but for three bits of each float32's exponent, so that it lies between 2**-31 and 2."""
+    words = np.frombuffer(raw, np.uint32)
+    return (words & np.uint32(0xBFFFFFFF) | np.uint32(0x30000000)).tobytes()

@@ -118,11 +118,13 @@ class BenchRing:
 
 
 @contextlib.contextmanager
-def bench_ring(source: Source, *, slots: int, workers: int, read_align: int = 4096) -> Iterator[BenchRing]:
+def bench_ring(
+    source: Source, *, slots: int, workers: int, read_align: int = 4096, top_k: int = 0
+) -> Iterator[BenchRing]:
     """A ring of this process on `source`, its `workers` processes ready."""
     name = f"bench-{os.getpid()}-{next(_numbers)}"
     with contextlib.ExitStack() as undo:
-        made = segments.create(name, source, slots=slots, read_align=read_align)
+        made = segments.create(name, source, slots=slots, read_align=read_align, top_k=top_k)
         undo.callback(made.remove)
         loop, watch, children = Loop(), WatchPipe(), list[Child]()
         undo.callback(watch.close)

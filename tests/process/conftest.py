@@ -15,6 +15,8 @@ import pytest
 from support import until
 from systems import VAULT, System, Up, assert_nothing_left, processes_of, write_config
 
+from smoe_mp import segments
+
 
 @pytest.fixture
 def vault(tmp_path: Path) -> Path:
@@ -22,6 +24,17 @@ def vault(tmp_path: Path) -> Path:
     if not VAULT.is_file():
         pytest.skip(f"{VAULT.name}: the shared vaults are not here")
     return Path(shutil.copy(VAULT, tmp_path / VAULT.name))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A folder where direct reads work."""
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(1 << 16))
+    mode = segments.probe(probe).mode
+    if mode != "direct":
+        pytest.skip(f"{tmp_path}: reads are {mode}, not direct")
+    return tmp_path
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import pytest
 from support import LIMIT_S
 from typer.testing import CliRunner
 
-from smoe_mp import segments
 from smoe_mp.bench import control, formats, hit, idle, io, miss
 from smoe_mp.bench.cli import app
 from smoe_mp.bench.rings import bench_ring, flat_source, memory_file, native, native_one
@@ -93,17 +92,6 @@ def test_idle(steps: Steps, runtime_dir: Path) -> None:
     supervisor, workers, both = (f.values for f in report.figures)
     assert [a + b for a, b in zip(supervisor, workers, strict=True)] == list(both)
     assert report.figures[2].goal is not None
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    """A folder where direct reads work."""
-    probe = tmp_path / "probe"
-    probe.write_bytes(bytes(1 << 16))
-    mode = segments.probe(probe).mode
-    if mode != "direct":
-        pytest.skip(f"{tmp_path}: reads are {mode}, not direct")
-    return tmp_path
 
 
 def test_io(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from support import SHM, Served, grid_source, ring_name, serve
 
 import smoe_mp
 from smoe_mp._native import lib
+from smoe_mp.bench.lru import ExactLru
 from smoe_mp.ring import BULK_SLOTS
 
 Trace = list[tuple[int, int]]
@@ -190,52 +191,11 @@ def test_a_long_prompt_leaves_the_hot_set(vault: Path, call: str, layers: int) -
         served.assert_quiet()
 
 
-class Reference:
-    """An exact LRU cache, with what is cold before its end, in the order of the slots' numbers."""
-
-    def __init__(self, slots: int) -> None:
-        self.free = list(range(slots))
-        self.slot: OrderedDict[tuple[int, int], int] = OrderedDict()  # least recently used first
-        self.cold: set[tuple[int, int]] = set()
-        self.held: list[tuple[int, int]] = []
-
-    def access(self, key: tuple[int, int], *, cold: bool) -> bool:
-        """Whether it is a hit."""
-        hit = key in self.slot
-        if hit:
-            self.cold.discard(key)
-        else:
-            self.slot[key] = self.free.pop(0) if self.free else self.evict()
-            if cold:
-                self.cold.add(key)
-        self.slot.move_to_end(key)
-        return hit
-
-    def evict(self) -> int:
-        idle = self.cold.difference(self.held)
-        key = (
-            min(idle, key=self.slot.__getitem__) if idle else next(k for k in self.slot if k not in self.held)
-        )
-        self.cold.discard(key)
-        return self.slot.pop(key)
-
-    def sweep(self, keys: Trace, window: int) -> int:
-        """A request of more than the cache keeps, `window` of it held at a time; how many hits."""
-        hits = 0
-        for key in keys:
-            if len(self.held) == window:
-                self.held.pop(0)
-            hits += self.access(key, cold=True)
-            self.held.append(key)
-        self.held.clear()
-        return hits
-
-
 @pytest.mark.parametrize("slots", [2, 5, 64, 130, 200])
 def test_prompts_between_tokens(vault: Path, slots: int) -> None:
     """Sweeps over some layers between single experts: every hit and every slot as in the reference."""
     rng = np.random.default_rng(slots)
-    reference, window = Reference(slots), min(slots // 2, max(2, slots // 4), BULK_SLOTS)
+    reference, window = ExactLru(slots), min(slots // 2, max(2, slots // 4), BULK_SLOTS)
     sweeps = 0
     with serve(grid_source(vault, 4, 64), slots=slots) as served, served.attach() as ring:
         for layer, expert in zipf_trace(rng, 4, 64, 1500):
@@ -248,7 +208,7 @@ def test_prompts_between_tokens(vault: Path, slots: int) -> None:
                 before = ring.stats()["hits"]
                 for _ in ring.in_order(layer, wanted):
                     pass
-                hits = reference.sweep([(layer, int(e)) for e in wanted], window)
+                hits = sum(reference.sweep([(layer, int(e)) for e in wanted], window))
                 assert ring.stats()["hits"] - before == hits
         assert sweeps > 10
         counters = served.counters()

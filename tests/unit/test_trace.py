@@ -21,6 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from smoe_mp import models, trace_view
+from smoe_mp.distances import hit_rates
 from smoe_mp.errors import SmoeError, VaultError
 from smoe_mp.trace import (
     ASKED,
@@ -226,9 +227,8 @@ def test_a_gzip_that_ends_early_is_refused(tmp_path: Path) -> None:
 def test_lru_rates_of_shared_traces_are_those_of_their_readme(shared: Path, model: str) -> None:
     trace = read_trace(shared / f"traces/{model}.route.csv.gz")
     distances = trace_view.reuse_distances(trace)
-    for slots in trace_view.SLOTS:
-        rate = f"{trace_view.lru_hit_rate(distances, slots):.3f}".removeprefix("0")
-        assert rate == readme_rate(shared / "traces/README.md", model, slots)
+    for slots, rate in zip(trace_view.SLOTS, hit_rates(distances, trace_view.SLOTS), strict=True):
+        assert f"{rate:.3f}".removeprefix("0") == readme_rate(shared / "traces/README.md", model, slots)
 
 
 def readme_rate(readme: Path, model: str, slots: int) -> str:
@@ -297,7 +297,7 @@ def test_reuse_distances_make_an_exact_lru(asked: list[int], slots: int) -> None
         cache.move_to_end(expert)
         if len(cache) > slots:
             cache.popitem(last=False)
-    rate = trace_view.lru_hit_rate(trace_view.reuse_distances(b.build(layers=1, experts=10)), slots)
+    (rate,) = hit_rates(trace_view.reuse_distances(b.build(layers=1, experts=10)), [slots])
     assert round(rate * len(asked)) == hits
 
 
