@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|idle|control|open|formats|dequant|transformers`."""
+"""`smoe-mp bench io|hit|miss|wake|idle|control|open|formats|dequant|transformers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from smoe_mp.bench import Progress, Report, control, dequant, formats, hit, idle, io, machine, miss
+from smoe_mp.bench import (
+    Progress,
+    Report,
+    control,
+    dequant,
+    formats,
+    hit,
+    idle,
+    io,
+    machine,
+    miss,
+    wake,
+)
 from smoe_mp.bench import open as opening
 from smoe_mp.bench import transformers as answers
 from smoe_mp.bench.randommoe import Shape
@@ -31,44 +43,86 @@ Quick = Annotated[bool, typer.Option("--quick", help="A short form: seconds, and
 Scratch = Annotated[
     Path, typer.Option("--scratch", metavar="DIR", help="Where the scratch file is made and kept.")
 ]
+Full = Annotated[bool, typer.Option("--full", help="More settings, for which there must be time.")]
+Workers = Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")]
+Clients = Annotated[str, typer.Option("--clients", metavar="N,N", help="Clients at once.")]
 Slots = Annotated[str, typer.Option("--slots", metavar="N,N", help="Ring sizes.")]
+
+
+CLIENTS_FULL = (1, 2, 4)
 
 
 @app.command(
     "io", help="Bytes/s through the ring over bare processes.\n\nExample: smoe-mp bench io --sizes 3,9"
 )
 def bench_io(
+    *,
     as_json: AsJson = False,
     quick: Quick = False,
+    full: Full = False,
     scratch: Scratch = Path(".bench"),
     sizes: Annotated[str, typer.Option("--sizes", metavar="MIB,MIB", help="Sizes of experts.")] = "",
-    workers: Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")] = "",
+    workers: Workers = "",
+    clients: Clients = "",
+    batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Experts a call.")] = "",
+    python: Annotated[bool, typer.Option("--python", help="A client in Python as well.")] = False,
 ) -> None:
     sizes_mib, counts = _numbers("--sizes", sizes, 1, 1024), _numbers("--workers", workers, 1, 127)
+    many, calls = _numbers("--clients", clients, 1, 32), _numbers("--batches", batches, 1, 8)
+    asking = io.ASKING_FULL if full else io.asked(many or (1,), calls or (io.BATCH,), python=python)
+    if full:
+        sizes_mib, counts = sizes_mib or io.SIZES_MIB_FULL, counts or io.WORKERS_FULL
     with _bar() as progress:
-        report = io.run(progress, scratch, quick=quick, sizes_mib=sizes_mib, workers=counts)
+        report = io.run(progress, scratch, quick=quick, sizes_mib=sizes_mib, workers=counts, asking=asking)
     _show(report, as_json)
 
 
 @app.command("hit", help="Taking and giving back a resident.\n\nExample: smoe-mp bench hit --slots 64,4096")
-def bench_hit(as_json: AsJson = False, quick: Quick = False, slots: Slots = "") -> None:
+def bench_hit(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    full: Full = False,
+    slots: Slots = "",
+    clients: Clients = "",
+) -> None:
     sizes = _numbers("--slots", slots, 8, 65535) or hit.SLOTS
+    many = _numbers("--clients", clients, 1, 31) or (CLIENTS_FULL if full else (1,))
     with _bar() as progress:
-        report = hit.run(progress, quick=quick, slots=sizes)
+        report = hit.run(progress, quick=quick, slots=sizes, clients=many)
     _show(report, as_json)
 
 
 @app.command("miss", help="Issuing a miss.\n\nExample: smoe-mp bench miss --slots 4096 --hits 0,300")
 def bench_miss(
+    *,
     as_json: AsJson = False,
     quick: Quick = False,
+    full: Full = False,
     slots: Slots = "",
     hits: Annotated[str, typer.Option("--hits", metavar="N,N", help="Hits between two misses.")] = "",
+    clients: Clients = "",
 ) -> None:
-    sizes = _numbers("--slots", slots, 8, 65535) or miss.SLOTS
+    sizes = _numbers("--slots", slots, 8, 65535) or (miss.SLOTS_FULL if full else miss.SLOTS)
     between = _numbers("--hits", hits, 0, 10**6) or miss.HITS
+    many = _numbers("--clients", clients, 1, 31) or (CLIENTS_FULL if full else (1,))
     with _bar() as progress:
-        report = miss.run(progress, quick=quick, slots=sizes, hits=between)
+        report = miss.run(progress, quick=quick, slots=sizes, hits=between, clients=many)
+    _show(report, as_json)
+
+
+@app.command(
+    "wake", help="From demand to bytes, over a bare read.\n\nExample: smoe-mp bench wake --workers 1,16"
+)
+def bench_wake(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    full: Full = False,
+    scratch: Scratch = Path(".bench"),
+    workers: Workers = "",
+) -> None:
+    counts = _numbers("--workers", workers, 1, 127) or (wake.WORKERS_FULL if full else wake.WORKERS)
+    with _bar() as progress:
+        report = wake.run(progress, scratch, quick=quick, workers=counts)
     _show(report, as_json)
 
 
@@ -85,12 +139,12 @@ def bench_control(as_json: AsJson = False, quick: Quick = False) -> None:
 def bench_idle(
     as_json: AsJson = False,
     quick: Quick = False,
-    workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
-    ] = idle.WORKERS,
+    full: Full = False,
+    workers: Workers = "",
 ) -> None:
+    counts = _numbers("--workers", workers, 1, 127) or (idle.WORKERS_FULL if full else idle.WORKERS)
     with _bar() as progress:
-        report = idle.run(progress, quick=quick, workers=workers)
+        report = idle.run(progress, quick=quick, workers=counts)
     _show(report, as_json)
 
 
@@ -116,7 +170,7 @@ def bench_formats(
     as_json: AsJson = False,
     quick: Quick = False,
     scratch: Scratch = Path(".bench"),
-    workers: Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")] = "",
+    workers: Workers = "",
 ) -> None:
     counts = _numbers("--workers", workers, 1, 127) or ()
     with _bar() as progress:
