@@ -2,7 +2,7 @@
 
     stats    medians, spread, paired ratios, verdicts
     rings    rings with real workers for measuring, and the native program smoe-bench
-    io hit miss wake idle open formats dequant    one benchmark each: `run(...)` gives a `Report`
+    io hit miss wake idle open formats peers dequant    one benchmark each: `run(...)` gives a `Report`
     cli      the commands
 
 Each benchmark states what it measures, runs its sides in turn in one run, and prints what it found with

@@ -1,4 +1,4 @@
-"""`smoe-mp bench io|hit|miss|wake|idle|control|open|formats|dequant|transformers`."""
+"""`smoe-mp bench io|hit|miss|wake|idle|control|open|formats|peers|dequant|transformers`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from smoe_mp.bench import (
     io,
     machine,
     miss,
+    peers,
     wake,
 )
 from smoe_mp.bench import open as opening
@@ -175,6 +176,25 @@ def bench_formats(
     counts = _numbers("--workers", workers, 1, 127) or ()
     with _bar() as progress:
         report = formats.run(progress, scratch, quick=quick, workers=counts)
+    _show(report, as_json)
+
+
+@app.command(
+    "peers",
+    help="Random experts under a memory limit: the ring, mmap, pread, safetensors and numpy. Needs root.\n\n"
+    "Example: smoe-mp bench peers --rounds 3",
+)
+def bench_peers(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 5.")] = 0,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
+    ] = peers.WORKERS,
+) -> None:
+    with _bar() as progress:
+        report = peers.run(progress, scratch, quick=quick, rounds=rounds, workers=workers)
     _show(report, as_json)
 
 

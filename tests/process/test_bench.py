@@ -15,7 +15,8 @@ from support import LIMIT_S
 from typer.testing import CliRunner
 
 from smoe_mp import segments
-from smoe_mp.bench import control, formats, hit, idle, io, miss, wake
+from smoe_mp.bench import control, formats, hit, idle, io, miss, peers, wake
+from smoe_mp.bench.cgroup import memory_group
 from smoe_mp.bench.cli import app
 from smoe_mp.bench.rings import bench_ring, flat_source, memory_file, native, native_one
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
@@ -166,6 +167,29 @@ def test_wake(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert all(len(found[f"{side}: {x}"].values) == report.settings["rounds"] for x in ("ring", "bare"))
 
 
+@pytest.mark.root
+def test_peers(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        with memory_group(peers.LEAST_BYTES):
+            pass
+    except SmoeError as error:
+        steps("", 1, 1)
+        pytest.skip(str(error))
+    report = peers.run(steps, disk / "scratch", quick=True, rounds=1, workers=2)
+    assert report.settings["limit_bytes"] < report.settings["experts"] * 3 * MIB
+    for trace, rows in report.sheets.items():
+        assert list(rows) == [side for side in peers.SIDES if side in rows]
+        assert {"mmap + copy", "pread", "numpy memmap", "ring"} <= set(rows)
+        # Nobody had what it was not asked for; and no cache below the limit holds the whole file.
+        assert all(row["device"].values[0] > 0.05 for row in rows.values() if "device" in row), trace
+        assert 0 < rows["ring"]["hits"].values[0] < 100
+    uniform, zipf = report.sheets.values()
+    assert uniform["ring"]["hits"].values[0] < zipf["ring"]["hits"].values[0]
+    assert [f.name for f in report.figures if f.unit == "GB/s"] == [
+        f"{trace}: {side}: wanted" for trace, rows in report.sheets.items() for side in rows
+    ]
+
+
 def test_formats(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "SHAPE", (64, 256))
     report = formats.run(steps, disk / "scratch", quick=True, workers=(2,))
@@ -248,5 +272,5 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(run("hit", "--clients", "32").exception, ConfigError)
     assert isinstance(run("io", "--batches", "9").exception, ConfigError)
     assert isinstance(run("io", "--sizes", "1,x").exception, ConfigError)
-    for command in ("io", "hit", "miss", "wake", "idle"):
+    for command in ("io", "hit", "miss", "wake", "idle", "peers"):
         assert f"Example: smoe-mp bench {command}" in run(command, "--help").stdout
