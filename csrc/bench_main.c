@@ -153,7 +153,7 @@ struct bench_ring {
     const char *name;
     smoe_ring *r;      /* as client */
     smoe_ring *worker; /* as worker, where no process serves it: demands are served by `serve` */
-    uint32_t worker_pids[SMOE_WORKERS], n_workers;
+    uint32_t worker_pids[SMOE_WORKERS + 1], n_workers;
     smoe_ring *recorder; /* of traces */
     smoe_info info;
     uint32_t *resident; /* expert in each slot */
@@ -484,16 +484,17 @@ static int bare_process(const struct options *o, struct bare *shared, unsigned c
 
 /* The slots of a ring, which rests meanwhile and whose bytes nobody looks at: the very pages that the other side
  * reads into.  How far their physical addresses run on decides how many requests a direct read becomes. */
-static unsigned char *slots_of(const char *name, uint64_t bytes) {
+static unsigned char *slots_of(const char *name, uint64_t least, uint64_t *bytes) {
     struct stat st;
     int fd = shm_open(name, O_RDWR, 0);
     if (fd < 0)
         die("shm_open %s: %s", name, strerror(errno));
-    if (fstat(fd, &st) != 0 || (uint64_t)st.st_size < bytes)
-        die("%s: smaller than the %" PRIu64 " bytes of the slots", name, bytes);
-    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (fstat(fd, &st) != 0 || (uint64_t)st.st_size < least)
+        die("%s: smaller than the %" PRIu64 " bytes of the slots", name, least);
+    *bytes = (uint64_t)st.st_size;
+    void *p = mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED)
-        die("mmap %s: %" PRIu64 " bytes: %s", name, bytes, strerror(errno));
+        die("mmap %s: %" PRIu64 " bytes: %s", name, *bytes, strerror(errno));
     close(fd);
     return p;
 }
@@ -505,7 +506,8 @@ static int bare(const struct options *o) {
     uint32_t *order =
         sequence(o->seed, (uint32_t)((uint64_t)st.st_size / o->bytes), 2 * (uint32_t)o->slots, o->reads, NULL);
     struct bare *shared = share(sizeof *shared);
-    unsigned char *slots = slots_of(o->names[1], o->slots * o->bytes);
+    uint64_t mapped;
+    unsigned char *slots = slots_of(o->names[1], o->slots * o->bytes, &mapped);
     uint32_t n = (uint32_t)o->processes;
     for (uint32_t i = 0; i < n; i++) {
         pid_t child = fork();
@@ -800,26 +802,37 @@ static int miss(const struct options *o) {
 enum wake_part {
     WAKE_RING,   /* demand to bytes */
     WAKE_BARE,   /* pread of the same place */
-    WAKE_MORE,   /* the difference */
+    WAKE_RELAY,  /* the same by another process that is woken for it, with nothing else between */
+    WAKE_MORE,   /* WAKE_RING - WAKE_BARE */
+    WAKE_OURS,   /* WAKE_RING - WAKE_RELAY */
     WAKE_ISSUED, /* of WAKE_RING: until smoe_acquire is back */
     WAKE_WOKEN,  /* likewise, from the demand too: until a worker has taken the slot */
     WAKE_READ,   /* from there: the worker's read */
     WAKE_TOLD,   /* from there: until the client has seen it */
     WAKE_PARTS
 };
-static const char *const wake_names[WAKE_PARTS] = {"ring", "bare", "more", "issued", "woken", "read", "told"};
+static const char *const wake_names[WAKE_PARTS] = {"ring",   "bare",  "relay", "more", "ours",
+                                                   "issued", "woken", "read",  "told"};
 
 /* How long the client spins before it sleeps: as by default, and for as long as it takes. */
 enum { WAKE_KINDS = 2 };
 static const char *const wake_kinds[WAKE_KINDS] = {"sleeps", "spins"};
 static const uint32_t wake_spin_us[WAKE_KINDS] = {20, 1000000};
 
+/* What is told to the process that reads in between, and by it. */
+struct relay {
+    _Atomic uint32_t asked, answered; /* futex words */
+    uint64_t offset, slot_offset;
+    int rc;
+};
+
 struct wake {
     struct bench_ring ring;
     const char *file;
     int fd;
     unsigned char *slots;
-    uint64_t bytes, pause_ns;
+    uint64_t slots_bytes, bytes, pause_ns, spin_ns;
+    struct relay *relay;
 };
 
 /* All workers sleep, and the client computes for a while, so that their cores sleep, too. */
@@ -837,6 +850,40 @@ static double wake_bare(const struct wake *w, uint32_t expert) {
     uint64_t ns = plat_now_ns() - began;
     if (rc)
         die("%s: direct read: %s", w->file, strerror(rc));
+    return (double)ns;
+}
+
+__attribute__((noreturn)) static void relay_process(const struct wake *w, pid_t parent) {
+    struct relay *r = w->relay;
+    int fd = plat_open_file(w->file, 1), rc = fd < 0 ? -fd : 0;
+    plat_prefault(w->slots, w->slots_bytes, 0);
+    signal_one(&r->answered); /* ready */
+    for (uint32_t done = 0; getppid() == parent;) {
+        (void)plat_wait(&r->asked, done, 100000000u);
+        if (atomic_load(&r->asked) == done)
+            continue;
+        done++;
+        r->rc = rc ? rc : read_whole(fd, w->slots + r->slot_offset, w->bytes, r->offset);
+        signal_one(&r->answered);
+    }
+    _exit(0);
+}
+
+/* The parent waits as a client does: it spins, then sleeps. */
+static double wake_relay(const struct wake *w, uint32_t expert) {
+    struct relay *r = w->relay;
+    r->offset = expert * w->bytes;
+    r->slot_offset = expert % w->ring.info.n_slots * w->ring.info.slot_bytes;
+    wake_rest(w);
+    uint32_t seen = atomic_load(&r->answered);
+    uint64_t began = plat_now_ns();
+    signal_one(&r->asked);
+    while (atomic_load(&r->answered) == seen && plat_now_ns() - began < w->spin_ns) {
+    }
+    wait_for(&r->answered, seen + 1);
+    uint64_t ns = plat_now_ns() - began;
+    if (r->rc)
+        die("%s: direct read: %s", w->file, strerror(r->rc));
     return (double)ns;
 }
 
@@ -867,21 +914,26 @@ static void wake_ring(struct wake *w, uint32_t expert, double *parts) {
     parts[WAKE_TOLD] = (double)(told - landed);
 }
 
-/* A place is first read once uncounted, so that a cache below the device, where there is one, answers both sides
- * alike; then by both, the other one first each time. */
+/* A place is first read once uncounted, so that a cache below the device, where there is one, answers all sides
+ * alike; then by each, another one first each time. */
 static void wake_round(struct wake *w, const struct options *o, uint64_t round, int kind, const uint32_t *order) {
-    double *ns[WAKE_PARTS], now[WAKE_PARTS];
+    double *ns[WAKE_PARTS], now[WAKE_PARTS] = {0};
     for (int part = 0; part < WAKE_PARTS; part++)
         ns[part] = allocate(o->reads, sizeof **ns);
     smoe_set_spin_us(w->ring.r, wake_spin_us[kind]);
+    w->spin_ns = wake_spin_us[kind] * 1000ull;
     for (uint64_t i = 0; i < o->reads; i++) {
         (void)wake_bare(w, order[i]);
-        if (i % 2)
-            now[WAKE_BARE] = wake_bare(w, order[i]);
-        wake_ring(w, order[i], now);
-        if (i % 2 == 0)
-            now[WAKE_BARE] = wake_bare(w, order[i]);
+        for (uint64_t turn = i; turn < i + 3; turn++) {
+            if (turn % 3 == 0)
+                wake_ring(w, order[i], now);
+            else if (turn % 3 == 1)
+                now[WAKE_BARE] = wake_bare(w, order[i]);
+            else
+                now[WAKE_RELAY] = wake_relay(w, order[i]);
+        }
         now[WAKE_MORE] = now[WAKE_RING] - now[WAKE_BARE];
+        now[WAKE_OURS] = now[WAKE_RING] - now[WAKE_RELAY];
         for (int part = 0; part < WAKE_PARTS; part++)
             ns[part][i] = now[part];
     }
@@ -896,13 +948,21 @@ static void wake_round(struct wake *w, const struct options *o, uint64_t round, 
 
 static int wake(const struct options *o) {
     struct wake w = {.file = o->names[1], .bytes = o->bytes, .pause_ns = o->pause * 1000};
+    w.slots = slots_of(o->names[2], o->bytes, &w.slots_bytes);
+    w.relay = share(sizeof *w.relay);
+    pid_t parent = getpid(), child = fork();
+    if (child == 0)
+        relay_process(&w, parent);
+    if (child < 0)
+        die("fork: %s", strerror(errno));
+    wait_for_children(&w.relay->answered, 1);
     attach_client(&w.ring, o->names[0]);
     find_workers(&w.ring);
+    w.ring.worker_pids[w.ring.n_workers++] = (uint32_t)child; /* it, too, has to sleep */
     w.fd = plat_open_file(w.file, 1);
     if (w.fd < 0)
         die("%s: %s", w.file, strerror(-w.fd));
-    w.slots = slots_of(o->names[2], w.ring.info.data_bytes);
-    plat_prefault(w.slots, w.ring.info.data_bytes, 0);
+    plat_prefault(w.slots, w.slots_bytes, 0);
     uint32_t *order =
         sequence(o->seed, w.ring.info.n_experts, 2 * w.ring.info.n_slots, WAKE_KINDS * o->rounds * o->reads, NULL);
     for (uint64_t round = 0; round < o->rounds; round++)

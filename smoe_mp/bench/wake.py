@@ -3,10 +3,12 @@
 An expert of 16 KiB, so that the read is as short as one gets and what is put on top of it shows: the
 doorbell, the kernel's waking a worker, the worker's way to its read and from there to the published word,
 the kernel's waking the client.  `smoe-bench wake` is the client; the bare side is the same process, which
-preads the same place (O_DIRECT, a descriptor of its own) into the same ring's memory.  In turn, place by
-place, the other one first each time; each place was read once before, uncounted, so that a cache below the
-device answers both alike.  Before each of them all workers sleep and the client computes for half a
-millisecond, so that the workers' cores sleep as well.
+preads the same place (O_DIRECT, a descriptor of its own) into the same ring's memory.  What any design costs
+that has another process read is shown by a third side, `relayed`: a process that sleeps on a futex, is woken,
+does the bare read, and wakes its parent, with nothing else in between.  In turn, place by place, another one
+first each time; each place was read once before, uncounted, so that a cache below the device answers all
+alike.  Before each of them all workers sleep and the client computes for half a millisecond, so that the
+workers' cores sleep as well.
 
 By default a client spins for 20 us and then sleeps (`client sleeps`); one that spins until its bytes are
 there is the other form (`client spins`).  Where the time goes is told by stamps that the ring has anyway:
@@ -37,7 +39,9 @@ CLIENTS = ("sleeps", "spins")
 PARTS = {
     "ring": "ring",
     "bare": "bare",
+    "relay": "relayed",
     "more": "ring - bare",
+    "ours": "ring - relayed",
     "issued": "demand issued",
     "woken": "worker has it",
     "read": "its read",
@@ -91,7 +95,10 @@ def _add_to(report: Report, where: str, found: dict[tuple[str, str], list[float]
         }
         report.sheets.setdefault("medians of the rounds' medians, and quartiles", {})[side] = row
         report.figures += row.values()
-        report.shares.append(Share(f"{side}: ring / bare", found[client, "ring"], found[client, "bare"]))
+        report.shares += [
+            Share(f"{side}: ring / {other}", found[client, "ring"], found[client, part])
+            for part, other in (("bare", "bare"), ("relay", "relayed"))
+        ]
         more = row[PARTS["more"]]
         s = more.summary
         report.notes.append(

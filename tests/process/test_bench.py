@@ -158,13 +158,14 @@ def test_wake(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(wake, "FILE_BYTES_QUICK", 16 * MIB)
     report = wake.run(steps, disk / "scratch", quick=True, workers=(2, 1))
     sides = [f"{n}, client {does}" for n in ("1 worker", "2 workers") for does in ("sleeps", "spins")]
-    assert [s.name for s in report.shares] == [f"{side}: ring / bare" for side in sides]
+    others = ("bare", "relayed")
+    assert [s.name for s in report.shares] == [f"{side}: ring / {x}" for side in sides for x in others]
     found = {f.name: f for f in report.figures}
     for side in sides:
         assert found[f"{side}: ring - bare"].goal is not None
         assert min(found[f"{side}: ring"].values) > 0
         assert min(found[f"{side}: its read"].values) > 0
-        assert all(len(found[f"{side}: {x}"].values) == report.settings["rounds"] for x in ("ring", "bare"))
+        assert all(len(found[f"{side}: {x}"].values) == report.settings["rounds"] for x in ("ring", *others))
 
 
 @pytest.mark.root
