@@ -799,30 +799,30 @@ static int miss(const struct options *o) {
 
 /* --- wake: from demand to bytes, over a bare read ------------------------------------------------------- */
 
+/* What is timed of a side where another process reads. */
 enum wake_part {
-    WAKE_RING,   /* demand to bytes */
-    WAKE_BARE,   /* pread of the same place */
-    WAKE_RELAY,  /* the same by another process that is woken for it, with nothing else between */
-    WAKE_MORE,   /* WAKE_RING - WAKE_BARE */
-    WAKE_OURS,   /* WAKE_RING - WAKE_RELAY */
-    WAKE_ISSUED, /* of WAKE_RING: until smoe_acquire is back */
-    WAKE_WOKEN,  /* likewise, from the demand too: until a worker has taken the slot */
-    WAKE_READ,   /* from there: the worker's read */
+    WAKE_ALL,    /* demand to bytes */
+    WAKE_MORE,   /* over the bare read */
+    WAKE_ISSUED, /* until the demand is issued */
+    WAKE_WOKEN,  /* likewise from the demand: until the reader has it */
+    WAKE_READ,   /* from there: its read */
     WAKE_TOLD,   /* from there: until the client has seen it */
     WAKE_PARTS
 };
-static const char *const wake_names[WAKE_PARTS] = {"ring",   "bare",  "relay", "more", "ours",
-                                                   "issued", "woken", "read",  "told"};
+static const char *const wake_names[WAKE_PARTS] = {"all", "more", "issued", "woken", "read", "told"};
+/* The relay: a process that is woken for the bare read, with nothing else between. */
+enum wake_side { WAKE_RING, WAKE_RELAY, WAKE_SIDES };
+static const char *const wake_sides[WAKE_SIDES] = {"ring", "relay"};
 
 /* How long the client spins before it sleeps: as by default, and for as long as it takes. */
 enum { WAKE_KINDS = 2 };
 static const char *const wake_kinds[WAKE_KINDS] = {"sleeps", "spins"};
 static const uint32_t wake_spin_us[WAKE_KINDS] = {20, 1000000};
 
-/* What is told to the process that reads in between, and by it. */
+/* What is told to the relay, and by it. */
 struct relay {
     _Atomic uint32_t asked, answered; /* futex words */
-    uint64_t offset, slot_offset;
+    uint64_t offset, slot_offset, woken_ns, landed_ns;
     int rc;
 };
 
@@ -863,14 +863,24 @@ __attribute__((noreturn)) static void relay_process(const struct wake *w, pid_t 
         if (atomic_load(&r->asked) == done)
             continue;
         done++;
+        r->woken_ns = plat_now_ns();
         r->rc = rc ? rc : read_whole(fd, w->slots + r->slot_offset, w->bytes, r->offset);
+        r->landed_ns = plat_now_ns();
         signal_one(&r->answered);
     }
     _exit(0);
 }
 
+static void wake_parts(double *parts, uint64_t began, uint64_t issued, uint64_t woken, uint64_t landed, uint64_t told) {
+    parts[WAKE_ALL] = (double)(told - began);
+    parts[WAKE_ISSUED] = (double)(issued - began);
+    parts[WAKE_WOKEN] = (double)(woken - began);
+    parts[WAKE_READ] = (double)(landed - woken);
+    parts[WAKE_TOLD] = (double)(told - landed);
+}
+
 /* The parent waits as a client does: it spins, then sleeps. */
-static double wake_relay(const struct wake *w, uint32_t expert) {
+static void wake_relay(struct wake *w, uint32_t expert, double *parts) {
     struct relay *r = w->relay;
     r->offset = expert * w->bytes;
     r->slot_offset = expert % w->ring.info.n_slots * w->ring.info.slot_bytes;
@@ -878,13 +888,14 @@ static double wake_relay(const struct wake *w, uint32_t expert) {
     uint32_t seen = atomic_load(&r->answered);
     uint64_t began = plat_now_ns();
     signal_one(&r->asked);
-    while (atomic_load(&r->answered) == seen && plat_now_ns() - began < w->spin_ns) {
+    uint64_t issued = plat_now_ns();
+    while (atomic_load(&r->answered) == seen && plat_now_ns() - issued < w->spin_ns) {
     }
     wait_for(&r->answered, seen + 1);
-    uint64_t ns = plat_now_ns() - began;
+    uint64_t told = plat_now_ns();
     if (r->rc)
         die("%s: direct read: %s", w->file, strerror(r->rc));
-    return (double)ns;
+    wake_parts(parts, began, issued, r->woken_ns, r->landed_ns, told);
 }
 
 /* One demand to bytes; its parts by the stamps that the worker leaves in the ring. */
@@ -907,43 +918,48 @@ static void wake_ring(struct wake *w, uint32_t expert, double *parts) {
     uint64_t landed = atomic_load(&r->hot->landed_ns);
     read_ns = smoe_counter_value(r, SMOE_C_READ_NS, -1) - read_ns;
     smoe_release(r, &hold, 1);
-    parts[WAKE_RING] = (double)(told - began);
-    parts[WAKE_ISSUED] = (double)(issued - began);
-    parts[WAKE_WOKEN] = (double)(landed - read_ns - began);
-    parts[WAKE_READ] = (double)read_ns;
-    parts[WAKE_TOLD] = (double)(told - landed);
+    wake_parts(parts, began, issued, landed - read_ns, landed, told);
 }
 
 /* A place is first read once uncounted, so that a cache below the device, where there is one, answers all sides
  * alike; then by each, another one first each time. */
 static void wake_round(struct wake *w, const struct options *o, uint64_t round, int kind, const uint32_t *order) {
-    double *ns[WAKE_PARTS], now[WAKE_PARTS] = {0};
-    for (int part = 0; part < WAKE_PARTS; part++)
-        ns[part] = allocate(o->reads, sizeof **ns);
+    uint64_t n = o->reads;
+    double *bare = allocate(n, sizeof *bare), *ns[WAKE_SIDES][WAKE_PARTS], now[WAKE_SIDES][WAKE_PARTS] = {{0}};
+    for (int side = 0; side < WAKE_SIDES; side++)
+        for (int part = 0; part < WAKE_PARTS; part++)
+            ns[side][part] = allocate(n, sizeof *bare);
     smoe_set_spin_us(w->ring.r, wake_spin_us[kind]);
     w->spin_ns = wake_spin_us[kind] * 1000ull;
-    for (uint64_t i = 0; i < o->reads; i++) {
+    for (uint64_t i = 0; i < n; i++) {
         (void)wake_bare(w, order[i]);
         for (uint64_t turn = i; turn < i + 3; turn++) {
             if (turn % 3 == 0)
-                wake_ring(w, order[i], now);
+                wake_ring(w, order[i], now[WAKE_RING]);
             else if (turn % 3 == 1)
-                now[WAKE_BARE] = wake_bare(w, order[i]);
+                bare[i] = wake_bare(w, order[i]);
             else
-                now[WAKE_RELAY] = wake_relay(w, order[i]);
+                wake_relay(w, order[i], now[WAKE_RELAY]);
         }
-        now[WAKE_MORE] = now[WAKE_RING] - now[WAKE_BARE];
-        now[WAKE_OURS] = now[WAKE_RING] - now[WAKE_RELAY];
-        for (int part = 0; part < WAKE_PARTS; part++)
-            ns[part][i] = now[part];
+        for (int side = 0; side < WAKE_SIDES; side++) {
+            now[side][WAKE_MORE] = now[side][WAKE_ALL] - bare[i];
+            for (int part = 0; part < WAKE_PARTS; part++)
+                ns[side][part][i] = now[side][part];
+        }
     }
-    printf("{\"round\": %" PRIu64 ", \"client\": \"%s\"", round, wake_kinds[kind]);
-    for (int part = 0; part < WAKE_PARTS; part++) {
-        printf(", \"%s\": %.0f", wake_names[part], median(ns[part], o->reads));
-        free(ns[part]);
+    printf("{\"round\": %" PRIu64 ", \"client\": \"%s\", \"bare\": {\"all\": %.0f}", round, wake_kinds[kind],
+           median(bare, n));
+    for (int side = 0; side < WAKE_SIDES; side++) {
+        printf(", \"%s\": {", wake_sides[side]);
+        for (int part = 0; part < WAKE_PARTS; part++) {
+            printf("%s\"%s\": %.0f", part ? ", " : "", wake_names[part], median(ns[side][part], n));
+            free(ns[side][part]);
+        }
+        printf("}");
     }
     printf("}\n");
     fflush(stdout);
+    free(bare);
 }
 
 static int wake(const struct options *o) {

@@ -158,14 +158,15 @@ def test_wake(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(wake, "FILE_BYTES_QUICK", 16 * MIB)
     report = wake.run(steps, disk / "scratch", quick=True, workers=(2, 1))
     sides = [f"{n}, client {does}" for n in ("1 worker", "2 workers") for does in ("sleeps", "spins")]
-    others = ("bare", "relayed")
+    others = ("bare", "relay")
     assert [s.name for s in report.shares] == [f"{side}: ring / {x}" for side in sides for x in others]
     found = {f.name: f for f in report.figures}
     for side in sides:
-        assert found[f"{side}: ring - bare"].goal is not None
-        assert min(found[f"{side}: ring"].values) > 0
-        assert min(found[f"{side}: its read"].values) > 0
-        assert all(len(found[f"{side}: {x}"].values) == report.settings["rounds"] for x in ("ring", *others))
+        assert found[f"{side}: ring, over bare"].goal is not None
+        assert min(found[f"{side}: bare, in all"].values) > 0
+        for reader in ("ring", "relay"):
+            parts = [found[f"{side}: {reader}, {x}"] for x in ("in all", "reader has it", "its read")]
+            assert all(len(f.values) == report.settings["rounds"] and min(f.values) > 0 for f in parts)
 
 
 @pytest.mark.root
