@@ -13,7 +13,7 @@ The file is one safetensors file of one stack of experts, of random bytes.  Each
 its workers; so what keeps experts in memory has the same room on all sides.  Experts are asked for as a
 layer does, eight different ones at a time, the next eight when all are there.  Two traces: uniform, and
 Zipf's law, which is nearer to what routers do: with uniform picks no cache finds more than its share of the
-file.  A cgroup's worth of experts is read first, uncounted; then the same number of bytes is wanted of all.
+file.  A cgroup's worth of experts is read first, uncounted, then twice as much, or half in the short form.
 
 Before each run the file's pages are dropped from the page cache.  All sides add up a word of each page that
 they got, and must come to the same sum.  Sides in turn, the one that begins changing from round to round.
@@ -39,6 +39,7 @@ from smoe_mp.bench.cgroup import memory_group
 from smoe_mp.bench.io import BATCH, MIB, SPARE_BYTES, Device, direct_probe, drop_cache, fill_random, notes_on
 from smoe_mp.bench.peer import SIDES, TENSOR, Spec
 from smoe_mp.errors import SegmentError, SmoeError
+from smoe_mp.launch import clear
 from smoe_mp.runtime import human_bytes
 
 EXPERT_MIB = 3
@@ -87,12 +88,12 @@ def run(
     sides = [name for name in SIDES if not name.startswith("safetensors") or _has_safetensors(report)]
     runs = [(trace, side) for trace in TRACES for side in sides]
     found: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in runs}
+    warm, reads = limit // size // BATCH, (3 * limit // 2 if quick else 3 * limit) // size
     for turn in range(rounds):
-        batches = {trace: picks(turn, count, skew, 3 * limit // size) for trace, skew in TRACES.items()}
+        batches = {trace: picks(turn, count, skew, reads) for trace, skew in TRACES.items()}
         for at in range(len(runs)):
             trace, side = runs[(at + turn) % len(runs)]
             progress(f"{trace}: {side}", turn * len(runs) + at, rounds * len(runs))
-            warm = len(batches[trace]) // 3
             spec = Spec(
                 *(side, str(path.absolute()), START, size, count, batches[trace], warm, slots, workers, align)
             )
@@ -138,28 +139,30 @@ def check_sums(sums: Mapping[str, int], trace: str) -> None:
 
 
 def _one(spec: Spec, limit: int) -> dict[str, Any]:
-    """One side's run."""
+    """One side's run.  SmoeError where it comes to nothing, and what it left is removed."""
     drop_cache(Path(spec.path))
-    command = [sys.executable, "-m", "smoe_mp.bench.peer"]
-    with memory_group(limit) as group:
-        done = subprocess.run(
-            group.inside(command),
-            input=json.dumps(asdict(spec)),
-            capture_output=True,
-            text=True,
-            timeout=SIDE_S,
-            check=False,
-        )
-        kills = group.kills()
-    if done.returncode or kills:
-        why = (
-            f"{kills} of its processes were killed: its cgroup of {human_bytes(limit)} was full"
-            if kills
-            else ""
-        )
-        said = done.stderr.strip().splitlines()
-        raise SmoeError(f"{spec.side}: {why or (said or [f'exit status {done.returncode}'])[-1]}")
-    result: dict[str, Any] = json.loads(done.stdout)
+    command, pipe, pid = [sys.executable, "-m", "smoe_mp.bench.peer"], subprocess.PIPE, 0
+    try:
+        with (
+            memory_group(limit) as group,
+            subprocess.Popen(group.inside(command), stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child,
+        ):
+            pid = child.pid
+            try:
+                out, said = child.communicate(json.dumps(asdict(spec)), timeout=SIDE_S)
+            except subprocess.TimeoutExpired:
+                raise SmoeError(f"{spec.side}: not done after {SIDE_S:.0f} s") from None
+            finally:
+                child.kill()
+            kills = group.kills()
+    finally:
+        clear(f"bench-{pid}-0")  # the ring of a side that was killed
+    if kills:
+        full = f"its cgroup of {human_bytes(limit)} was full"
+        raise SmoeError(f"{spec.side}: {kills} of its processes were killed by the kernel: {full}")
+    if child.returncode:
+        raise SmoeError(f"{spec.side}: {([f'exit status {child.returncode}', *said.splitlines()])[-1]}")
+    result: dict[str, Any] = json.loads(out)
     return result
 
 
