@@ -64,7 +64,7 @@ fuzz: $(VENV)/.ready ## fuzz the parsers of model files, FUZZ_RUNS cases of each
 	FUZZ_RUNS=$(FUZZ_RUNS) $(PY) -m pytest -q tests/fuzz
 
 bench: $(VENV)/.ready ## the short benchmarks
-	for what in hit miss idle io dequant; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
+	for what in hit miss wake idle io dequant; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
 
 tiny: $(VENV)/.ready ## pack the small model anew from its checkpoint, CHECKPOINT=FOLDER
 	$(VENV)/bin/smoe-mp pack $(CHECKPOINT) smoe_mp/tiny/tiny.smoe --checksums --force

@@ -1,11 +1,12 @@
 /* bench_main.c: the program smoe-bench: the C sides of `smoe-mp bench`, which starts it.
  *
- *     smoe-bench stream  NAME --reads N --seed S --batch B --batches K      through the ring NAME
+ *     smoe-bench stream  NAME --reads N --seed S --batch B --batches K --clients C    through the ring NAME
  *     smoe-bench bare    FILE SEGMENT --reads N --seed S --bytes B --slots M --processes P
- *     smoe-bench hit     NAME.. --rounds R --repeats N --ops N              rings full of residents
- *     smoe-bench miss    QUIET SERVED ..  --rounds R --misses M --hits H --hits H ..
+ *     smoe-bench hit     NAME.. --rounds R --repeats N --ops N --clients C ..         rings full of residents
+ *     smoe-bench miss    QUIET SERVED ..  --rounds R --misses M --hits H .. --clients C ..
+ *     smoe-bench wake    NAME FILE SEGMENT --rounds R --reads N --seed S --bytes B --pause US
  *
- * stream and bare read the same kind of sequence, made by `sequence` from the seed.
+ * stream, bare and wake read the same kind of sequence, made by `sequence` from the seed.
  * Expert i is number i of layer 0, and the B bytes at i * B of the file.
  *
  * Each figure is one line of JSON on stdout.  Exit status: 0, or 1 with one line on stderr; 2 wrong usage.
@@ -27,16 +28,21 @@
 #include <unistd.h>
 
 #define NAMES_MAX 16
-#define HITS_MAX  8
+#define LIST_MAX  8
 #define FILL      32u /* experts at once when a ring is filled */
 #define BATCH     8u  /* experts in a batch of hits */
+
+/* Values of an option that may be given several times. */
+struct list {
+    uint64_t values[LIST_MAX];
+    uint32_t n;
+};
 
 struct options {
     const char *names[NAMES_MAX];
     uint32_t n_names;
-    uint64_t hits[HITS_MAX];
-    uint32_t n_hits;
-    uint64_t reads, seed, batch, batches, bytes, slots, processes, rounds, repeats, ops, misses;
+    struct list hits, clients;
+    uint64_t reads, seed, batch, batches, bytes, slots, processes, rounds, repeats, ops, misses, pause;
 };
 
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
@@ -107,6 +113,23 @@ static double median(double *values, uint64_t n) {
     return n == 0 ? 0 : n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
+static void signal_one(_Atomic uint32_t *word) {
+    atomic_fetch_add(word, 1);
+    plat_wake(word, 0);
+}
+
+static void wait_for(const _Atomic uint32_t *word, uint32_t n) {
+    for (uint32_t seen; (seen = atomic_load(word)) < n;)
+        (void)plat_wait(word, seen, 100000000u);
+}
+
+static void *share(size_t bytes) {
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED)
+        die("mmap: %zu bytes: %s", bytes, strerror(errno));
+    return p;
+}
+
 static uint64_t cpu_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
@@ -130,7 +153,7 @@ struct bench_ring {
     const char *name;
     smoe_ring *r;      /* as client */
     smoe_ring *worker; /* as worker, where no process serves it: demands are served by `serve` */
-    uint32_t worker_pid;
+    uint32_t worker_pids[SMOE_WORKERS + 1], n_workers;
     smoe_ring *recorder; /* of traces */
     smoe_info info;
     uint32_t *resident; /* expert in each slot */
@@ -159,16 +182,41 @@ static void attach_client(struct bench_ring *b, const char *name) {
         die("%s: not a ring of smoe-mp bench", name);
 }
 
-/* Take the worker's part in a ring that has none, so that no process sleeps on its doorbell. */
-static void attach_worker(struct bench_ring *b) {
+static void find_workers(struct bench_ring *b) {
     smoe_participant_info seen[SMOE_PARTICIPANTS];
     int n = smoe_participants(b->r, seen, SMOE_PARTICIPANTS);
     for (int i = 0; i < n; i++)
         if (seen[i].role == SMOE_ROLE_WORKER)
-            b->worker_pid = seen[i].pid;
-    if (b->worker_pid)
-        return;
-    b->worker = attach(b->name, SMOE_ROLE_WORKER);
+            b->worker_pids[b->n_workers++] = seen[i].pid;
+}
+
+/* Take the worker's part in a ring that has none, so that no process sleeps on its doorbell. */
+static void attach_worker(struct bench_ring *b) {
+    find_workers(b);
+    if (b->n_workers == 0)
+        b->worker = attach(b->name, SMOE_ROLE_WORKER);
+}
+
+/* Until all worker processes sleep on the doorbell. */
+static void await_sleep(const struct bench_ring *b) {
+    char path[40], line[512];
+    for (uint32_t i = 0; i < b->n_workers;) {
+        snprintf(path, sizeof path, "/proc/%u/stat", b->worker_pids[i]);
+        FILE *f = fopen(path, "r");
+        if (!f) { /* another system: they spin for microseconds only */
+            const struct timespec t = {.tv_nsec = 1000000};
+            nanosleep(&t, NULL);
+            return;
+        }
+        const char *end = fgets(line, sizeof line, f) ? strrchr(line, ')') : NULL;
+        fclose(f);
+        if (!end || end[1] == 0)
+            die("%s: not as expected", path);
+        if (end[2] == 'S')
+            i++;
+        else
+            plat_relax();
+    }
 }
 
 /* Publish whatever is queued, unread: nobody looks at these bytes. */
@@ -210,45 +258,180 @@ static void fill(struct bench_ring *b) {
     }
 }
 
+/* --- other clients at once ---------------------------------------------------------------------------- */
+
+/* Processes that take residents of a ring and give them back, as long as they are told to.  They are forked before
+ * the parent attaches, and end with it. */
+struct crowd {
+    _Atomic uint32_t bell, active, ring;  /* ring: position among the names */
+    _Atomic uint32_t heard[SMOE_CLIENTS]; /* each one's last bell */
+    uint32_t n;
+};
+#define CROWD_OPS 64
+
+/* claims: experts may be absent, and those are passed over. */
+static void crowd_turn(struct bench_ring *b, bool claims) {
+    smoe_hold hold;
+    smoe_error e = {0};
+    for (int i = 0; i < CROWD_OPS; i++) {
+        int64_t id = random_below(&b->random, b->info.n_experts);
+        int rc = claims ? smoe_claim_specific(b->r, 0, id, &hold, &e) : smoe_acquire(b->r, 0, &id, 1, &hold, -1, &e);
+        if (rc < 0 || (rc == 0 && !claims))
+            die("%s: expert %" PRId64 " should be resident: %s", b->name, id, e.call ? e.call : "it is not");
+        if (rc)
+            smoe_release(b->r, &hold, 1);
+    }
+}
+
+__attribute__((noreturn)) static void crowd_member(struct crowd *c, uint32_t number, const struct options *o,
+                                                   bool claims, pid_t parent) {
+    struct bench_ring *rings = allocate(o->n_names, sizeof *rings);
+    for (uint32_t i = 0; i < o->n_names; i++) {
+        attach_client(&rings[i], o->names[i]);
+        rings[i].random = number + 2;
+    }
+    while (getppid() == parent) {
+        uint32_t bell = atomic_load(&c->bell);
+        bool works = number < atomic_load(&c->active);
+        if (works)
+            crowd_turn(&rings[atomic_load(&c->ring)], claims);
+        atomic_store(&c->heard[number], bell);
+        if (!works)
+            (void)plat_wait(&c->bell, bell, 100000000u);
+    }
+    _exit(0);
+}
+
+/* As many as the most clients at once, less the one that measures. */
+static struct crowd *crowd_start(const struct options *o, bool claims) {
+    struct crowd *c = share(sizeof *c);
+    pid_t parent = getpid();
+    for (uint32_t i = 0; i < o->clients.n; i++)
+        if (o->clients.values[i] > c->n + 1)
+            c->n = (uint32_t)o->clients.values[i] - 1;
+    for (uint32_t i = 0; i < c->n; i++) {
+        pid_t child = fork();
+        if (child == 0)
+            crowd_member(c, i, o, claims, parent);
+        if (child < 0)
+            die("fork: %s", strerror(errno));
+    }
+    return c;
+}
+
+/* Have `clients` - 1 of them work on ring number `ring`, and wait until they do. */
+static void crowd_set(struct crowd *c, uint64_t clients, uint32_t ring) {
+    if (c->n == 0)
+        return;
+    atomic_store(&c->active, (uint32_t)clients - 1);
+    atomic_store(&c->ring, ring);
+    signal_one(&c->bell);
+    for (uint32_t i = 0; i < c->n;) {
+        int status;
+        if (atomic_load(&c->heard[i]) == atomic_load(&c->bell))
+            i++;
+        else if (waitpid(-1, &status, WNOHANG) > 0)
+            die("one of the other clients ended with status %d", WEXITSTATUS(status));
+        else
+            plat_relax();
+    }
+}
+
 /* --- stream: through the ring ------------------------------------------------------------------------- */
 
-/* `batches` batches in flight; the oldest is waited for, released, and another one demanded. */
+struct streamed {
+    _Atomic uint32_t ready, go, done; /* futex words */
+    _Atomic uint64_t next;            /* batch */
+    _Atomic uint64_t cpu_ns, hits;
+};
+
+/* `batches` batches in flight; the oldest is waited for, released, and another one demanded.  Several clients take
+ * the batches in order, whoever is next, with as many in flight together. */
+static void stream_client(struct bench_ring *b, const struct options *o, struct streamed *shared,
+                          const uint32_t *order) {
+    uint32_t batch = (uint32_t)o->batch;
+    uint64_t clients = o->clients.values[0], flight = (o->batches + clients - 1) / clients, n = o->reads / batch;
+    smoe_hold *holds = allocate(flight * batch, sizeof *holds);
+    int64_t *ids = allocate(batch, sizeof *ids);
+    smoe_error e = {0};
+    uint64_t cpu = cpu_ns(), hits = 0;
+    for (uint64_t taken = 0, given = 0, i;;) {
+        if (taken - given < flight && (i = atomic_fetch_add(&shared->next, 1)) < n) {
+            for (uint32_t k = 0; k < batch; k++)
+                ids[k] = order[i * batch + k];
+            int rc = smoe_acquire(b->r, 0, ids, batch, &holds[taken++ % flight * batch], -1, &e);
+            if (rc < 0)
+                die_of(b->name, rc, &e);
+            hits += (uint64_t)rc;
+        } else if (taken > given) {
+            smoe_hold *h = &holds[given++ % flight * batch];
+            int rc = smoe_wait(b->r, h, batch, -1, &e);
+            if (rc < 0)
+                die_of(b->name, rc, &e);
+            smoe_release(b->r, h, batch);
+        } else {
+            break;
+        }
+    }
+    atomic_fetch_add(&shared->cpu_ns, cpu_ns() - cpu);
+    atomic_fetch_add(&shared->hits, hits);
+}
+
+__attribute__((noreturn)) static void stream_child(const struct options *o, struct streamed *shared,
+                                                   const uint32_t *order) {
+    struct bench_ring b = {0};
+    attach_client(&b, o->names[0]);
+    signal_one(&shared->ready);
+    wait_for(&shared->go, 1);
+    stream_client(&b, o, shared, order);
+    signal_one(&shared->done);
+    smoe_detach(b.r);
+    _exit(0);
+}
+
+/* Wait until n children have counted themselves; one that ended before it did has said why. */
+static void wait_for_children(const _Atomic uint32_t *word, uint32_t n) {
+    for (uint32_t seen; (seen = atomic_load(word)) < n;) {
+        int status;
+        (void)plat_wait(word, seen, 100000000u);
+        if (waitpid(-1, &status, WNOHANG) > 0 && status)
+            _exit(1);
+    }
+}
+
 static int stream(const struct options *o) {
     struct bench_ring b = {0};
-    smoe_error e = {0};
+    struct streamed *shared = share(sizeof *shared);
     attach_client(&b, o->names[0]);
     bool *before = allocate(b.info.n_experts, sizeof *before);
     for (uint32_t x = 0; x < b.info.n_experts; x++)
         before[x] = smoe_home(b.r, x) != 0;
     uint32_t *order = sequence(o->seed, b.info.n_experts, 2 * b.info.n_slots, o->reads, before);
-    uint32_t batch = (uint32_t)o->batch;
-    smoe_hold *holds = allocate(o->batches * batch, sizeof *holds);
-    int64_t *ids = allocate(batch, sizeof *ids);
-    uint64_t hits = 0, n = o->reads / batch;
-    uint64_t cpu = cpu_ns(), began = plat_now_ns();
-    for (uint64_t i = 0; i < n + o->batches; i++) {
-        smoe_hold *h = &holds[i % o->batches * batch];
-        if (i >= o->batches && i - o->batches < n) {
-            int rc = smoe_wait(b.r, h, batch, -1, &e);
-            if (rc < 0)
-                die_of(b.name, rc, &e);
-            smoe_release(b.r, h, batch);
-        }
-        if (i < n) {
-            for (uint32_t k = 0; k < batch; k++)
-                ids[k] = order[i * batch + k];
-            int rc = smoe_acquire(b.r, 0, ids, batch, h, -1, &e);
-            if (rc < 0)
-                die_of(b.name, rc, &e);
-            hits += (uint64_t)rc;
+    uint32_t others = o->clients.values[0] > 1 ? (uint32_t)o->clients.values[0] : 0;
+    for (uint32_t i = 0; i < others; i++) {
+        pid_t child = fork();
+        if (child == 0)
+            stream_child(o, shared, order);
+        if (child < 0) {
+            int why = errno;
+            atomic_store(&shared->next, o->reads);
+            atomic_store(&shared->go, 1); /* the others end at once */
+            die("fork: %s", strerror(why));
         }
     }
+    wait_for_children(&shared->ready, others);
+    uint64_t began = plat_now_ns();
+    signal_one(&shared->go);
+    if (others == 0)
+        stream_client(&b, o, shared, order);
+    wait_for_children(&shared->done, others);
     uint64_t ns = plat_now_ns() - began;
-    cpu = cpu_ns() - cpu;
     smoe_part part;
     smoe_expert_parts(b.r, 0, &part, 1);
     printf("{\"ns\": %" PRIu64 ", \"bytes\": %" PRIu64 ", \"cpu_ns\": %" PRIu64 ", \"hits\": %" PRIu64 "}\n", ns,
-           n * batch * part.bytes, cpu, hits);
+           o->reads / o->batch * o->batch * part.bytes, atomic_load(&shared->cpu_ns), atomic_load(&shared->hits));
+    while (wait(NULL) > 0) {
+    }
     smoe_detach(b.r);
     return 0;
 }
@@ -261,16 +444,6 @@ struct bare {
     _Atomic uint64_t next;            /* read */
     _Atomic uint64_t cpu_ns;
 };
-
-static void signal_one(_Atomic uint32_t *word) {
-    atomic_fetch_add(word, 1);
-    plat_wake(word, 0);
-}
-
-static void wait_for(const _Atomic uint32_t *word, uint32_t n) {
-    for (uint32_t seen; (seen = atomic_load(word)) < n;)
-        (void)plat_wait(word, seen, 100000000u);
-}
 
 static int read_whole(int fd, unsigned char *to, uint64_t bytes, uint64_t offset) {
     for (uint64_t got = 0; got < bytes;) {
@@ -311,16 +484,17 @@ static int bare_process(const struct options *o, struct bare *shared, unsigned c
 
 /* The slots of a ring, which rests meanwhile and whose bytes nobody looks at: the very pages that the other side
  * reads into.  How far their physical addresses run on decides how many requests a direct read becomes. */
-static unsigned char *slots_of(const char *name, uint64_t bytes) {
+static unsigned char *slots_of(const char *name, uint64_t least, uint64_t *bytes) {
     struct stat st;
     int fd = shm_open(name, O_RDWR, 0);
     if (fd < 0)
         die("shm_open %s: %s", name, strerror(errno));
-    if (fstat(fd, &st) != 0 || (uint64_t)st.st_size < bytes)
-        die("%s: smaller than the %" PRIu64 " bytes of the slots", name, bytes);
-    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (fstat(fd, &st) != 0 || (uint64_t)st.st_size < least)
+        die("%s: smaller than the %" PRIu64 " bytes of the slots", name, least);
+    *bytes = (uint64_t)st.st_size;
+    void *p = mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED)
-        die("mmap %s: %" PRIu64 " bytes: %s", name, bytes, strerror(errno));
+        die("mmap %s: %" PRIu64 " bytes: %s", name, *bytes, strerror(errno));
     close(fd);
     return p;
 }
@@ -331,10 +505,9 @@ static int bare(const struct options *o) {
         die("%s: %s", o->names[0], strerror(errno));
     uint32_t *order =
         sequence(o->seed, (uint32_t)((uint64_t)st.st_size / o->bytes), 2 * (uint32_t)o->slots, o->reads, NULL);
-    struct bare *shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (shared == MAP_FAILED)
-        die("mmap: %s", strerror(errno));
-    unsigned char *slots = slots_of(o->names[1], o->slots * o->bytes);
+    struct bare *shared = share(sizeof *shared);
+    uint64_t mapped;
+    unsigned char *slots = slots_of(o->names[1], o->slots * o->bytes, &mapped);
     uint32_t n = (uint32_t)o->processes;
     for (uint32_t i = 0; i < n; i++) {
         pid_t child = fork();
@@ -412,8 +585,25 @@ static double time_hits(struct bench_ring *b, enum hit_kind kind, uint64_t ops) 
     return (double)ns / (double)ops;
 }
 
+static void hit_round(struct bench_ring *rings, struct crowd *crowd, const struct options *o, uint64_t round,
+                      uint64_t clients, double *ns) {
+    for (enum hit_kind kind = 0; kind < HIT_KINDS; kind++)
+        for (uint32_t i = 0; i < o->n_names; i++) {
+            if (clients > 1 && kind != HIT_HOT && kind != HIT_RANDOM && kind != HIT_BATCH)
+                continue;
+            crowd_set(crowd, clients, i);
+            for (uint64_t k = 0; k < o->repeats; k++)
+                ns[k] = kind == HIT_LOAD ? time_chain(&rings[i], o->ops) : time_hits(&rings[i], kind, o->ops);
+            printf("{\"round\": %" PRIu64 ", \"slots\": %u, \"clients\": %" PRIu64
+                   ", \"kind\": \"%s\", \"ns\": %.2f}\n",
+                   round, rings[i].info.n_slots, clients, hit_names[kind], median(ns, o->repeats));
+            fflush(stdout);
+        }
+}
+
 static int hit(const struct options *o) {
     struct bench_ring rings[NAMES_MAX] = {0};
+    struct crowd *crowd = crowd_start(o, false);
     double *ns = allocate(o->repeats, sizeof *ns);
     for (uint32_t i = 0; i < o->n_names; i++) {
         attach_client(&rings[i], o->names[i]);
@@ -422,14 +612,9 @@ static int hit(const struct options *o) {
         make_chain(&rings[i]);
     }
     for (uint64_t round = 0; round < o->rounds; round++)
-        for (enum hit_kind kind = 0; kind < HIT_KINDS; kind++)
-            for (uint32_t i = 0; i < o->n_names; i++) {
-                for (uint64_t k = 0; k < o->repeats; k++)
-                    ns[k] = kind == HIT_LOAD ? time_chain(&rings[i], o->ops) : time_hits(&rings[i], kind, o->ops);
-                printf("{\"round\": %" PRIu64 ", \"slots\": %u, \"kind\": \"%s\", \"ns\": %.2f}\n", round,
-                       rings[i].info.n_slots, hit_names[kind], median(ns, o->repeats));
-                fflush(stdout);
-            }
+        for (uint32_t c = 0; c < o->clients.n; c++)
+            hit_round(rings, crowd, o, round, o->clients.values[c], ns);
+    crowd_set(crowd, 1, 0);
     for (uint32_t i = 0; i < o->n_names; i++) {
         smoe_detach(rings[i].recorder);
         smoe_detach(rings[i].r);
@@ -503,34 +688,12 @@ static int64_t any_absent(struct bench_ring *b) {
     }
 }
 
-/* Until the worker process sleeps on the doorbell. */
-static void await_sleep(const struct bench_ring *b) {
-    char path[40], line[512];
-    snprintf(path, sizeof path, "/proc/%u/stat", b->worker_pid);
-    for (;;) {
-        FILE *f = fopen(path, "r");
-        if (!f) { /* another system: it spins for microseconds only */
-            const struct timespec t = {.tv_nsec = 1000000};
-            nanosleep(&t, NULL);
-            return;
-        }
-        const char *end = fgets(line, sizeof line, f) ? strrchr(line, ')') : NULL;
-        fclose(f);
-        if (!end || end[1] == 0)
-            die("%s: not as expected", path);
-        if (end[2] == 'S')
-            return;
-        plat_relax();
-    }
-}
-
 /* One miss: demanded, served, released.  Returns the ns of the demand. */
 static double issue(struct bench_ring *b) {
     int64_t id = any_absent(b);
     smoe_hold hold;
     smoe_error e = {0};
-    if (!b->worker)
-        await_sleep(b);
+    await_sleep(b);
     uint64_t began = plat_now_ns();
     int rc = smoe_acquire(b->r, 0, &id, 1, &hold, -1, &e);
     uint64_t ns = plat_now_ns() - began;
@@ -583,18 +746,22 @@ static double miss_once(struct bench_ring *quiet, struct bench_ring *served, enu
     return (double)ns;
 }
 
-static void miss_round(struct bench_ring *pair, const struct options *o, uint64_t round, uint64_t hits, double cost) {
+/* With other clients at once only the issue: they would hold what the search looks for. */
+static void miss_round(struct bench_ring *pair, const struct options *o, uint64_t round, uint64_t hits,
+                       uint64_t clients, double cost) {
+    enum miss_side sides = clients > 1 ? MISS_ISSUE + 1 : MISS_SIDES;
     double *ns[MISS_SIDES];
     struct scan_slot *slots = allocate(pair->info.n_slots, sizeof *slots);
-    for (enum miss_side side = 0; side < MISS_SIDES; side++)
+    for (enum miss_side side = 0; side < sides; side++)
         ns[side] = allocate(o->misses, sizeof **ns);
     for (uint64_t i = 0; i < o->misses; i++)
-        for (enum miss_side side = 0; side < MISS_SIDES; side++)
+        for (enum miss_side side = 0; side < sides; side++)
             ns[side][i] = miss_once(&pair[0], &pair[1], side, slots, hits);
-    for (enum miss_side side = 0; side < MISS_SIDES; side++) {
+    for (enum miss_side side = 0; side < sides; side++) {
         double m = median(ns[side], o->misses) - cost;
-        printf("{\"round\": %" PRIu64 ", \"slots\": %u, \"hits\": %" PRIu64 ", \"side\": \"%s\", \"ns\": %.1f}\n",
-               round, pair->info.n_slots, hits, miss_names[side], m > 1 ? m : 1);
+        printf("{\"round\": %" PRIu64 ", \"slots\": %u, \"hits\": %" PRIu64 ", \"clients\": %" PRIu64
+               ", \"side\": \"%s\", \"ns\": %.1f}\n",
+               round, pair->info.n_slots, hits, clients, miss_names[side], m > 1 ? m : 1);
         free(ns[side]);
     }
     fflush(stdout);
@@ -603,6 +770,7 @@ static void miss_round(struct bench_ring *pair, const struct options *o, uint64_
 
 static int miss(const struct options *o) {
     struct bench_ring rings[NAMES_MAX] = {0};
+    struct crowd *crowd = crowd_start(o, true);
     double cost = clock_cost();
     if (o->n_names % 2)
         die("miss takes rings in pairs: one without workers, one with");
@@ -615,9 +783,13 @@ static int miss(const struct options *o) {
     }
     printf("{\"clock_ns\": %.1f}\n", cost);
     for (uint64_t round = 0; round < o->rounds; round++)
-        for (uint32_t h = 0; h < o->n_hits; h++)
-            for (uint32_t i = 0; i < o->n_names; i += 2)
-                miss_round(&rings[i], o, round, o->hits[h], cost);
+        for (uint32_t c = 0; c < o->clients.n; c++)
+            for (uint32_t h = 0; h < o->hits.n; h++)
+                for (uint32_t i = 0; i < o->n_names; i += 2) {
+                    crowd_set(crowd, o->clients.values[c], i);
+                    miss_round(&rings[i], o, round, o->hits.values[h], o->clients.values[c], cost);
+                }
+    crowd_set(crowd, 1, 0);
     for (uint32_t i = 0; i < o->n_names; i++) {
         smoe_detach(rings[i].worker);
         smoe_detach(rings[i].r);
@@ -625,10 +797,201 @@ static int miss(const struct options *o) {
     return 0;
 }
 
+/* --- wake: from demand to bytes, over a bare read ------------------------------------------------------- */
+
+/* What is timed of a side where another process reads. */
+enum wake_part {
+    WAKE_ALL,    /* demand to bytes */
+    WAKE_MORE,   /* over the bare read */
+    WAKE_ISSUED, /* until the demand is issued */
+    WAKE_WOKEN,  /* likewise from the demand: until the reader has it */
+    WAKE_READ,   /* from there: its read */
+    WAKE_TOLD,   /* from there: until the client has seen it */
+    WAKE_PARTS
+};
+static const char *const wake_names[WAKE_PARTS] = {"all", "more", "issued", "woken", "read", "told"};
+/* The relay: a process that is woken for the bare read, with nothing else between. */
+enum wake_side { WAKE_RING, WAKE_RELAY, WAKE_SIDES };
+static const char *const wake_sides[WAKE_SIDES] = {"ring", "relay"};
+
+/* How long the client spins before it sleeps: as by default, and for as long as it takes. */
+enum { WAKE_KINDS = 2 };
+static const char *const wake_kinds[WAKE_KINDS] = {"sleeps", "spins"};
+static const uint32_t wake_spin_us[WAKE_KINDS] = {20, 1000000};
+
+/* What is told to the relay, and by it. */
+struct relay {
+    _Atomic uint32_t asked, answered; /* futex words */
+    uint64_t offset, slot_offset, woken_ns, landed_ns;
+    int rc;
+};
+
+struct wake {
+    struct bench_ring ring;
+    const char *file;
+    int fd;
+    unsigned char *slots;
+    uint64_t slots_bytes, bytes, pause_ns, spin_ns;
+    struct relay *relay;
+};
+
+/* All workers sleep, and the client computes for a while, so that their cores sleep, too. */
+static void wake_rest(const struct wake *w) {
+    await_sleep(&w->ring);
+    for (uint64_t until = plat_now_ns() + w->pause_ns; plat_now_ns() < until;) {
+    }
+}
+
+static double wake_bare(const struct wake *w, uint32_t expert) {
+    unsigned char *to = w->slots + expert % w->ring.info.n_slots * w->ring.info.slot_bytes;
+    wake_rest(w);
+    uint64_t began = plat_now_ns();
+    int rc = read_whole(w->fd, to, w->bytes, expert * w->bytes);
+    uint64_t ns = plat_now_ns() - began;
+    if (rc)
+        die("%s: direct read: %s", w->file, strerror(rc));
+    return (double)ns;
+}
+
+__attribute__((noreturn)) static void relay_process(const struct wake *w, pid_t parent) {
+    struct relay *r = w->relay;
+    int fd = plat_open_file(w->file, 1), rc = fd < 0 ? -fd : 0;
+    plat_prefault(w->slots, w->slots_bytes, 0);
+    signal_one(&r->answered); /* ready */
+    for (uint32_t done = 0; getppid() == parent;) {
+        (void)plat_wait(&r->asked, done, 100000000u);
+        if (atomic_load(&r->asked) == done)
+            continue;
+        done++;
+        r->woken_ns = plat_now_ns();
+        r->rc = rc ? rc : read_whole(fd, w->slots + r->slot_offset, w->bytes, r->offset);
+        r->landed_ns = plat_now_ns();
+        signal_one(&r->answered);
+    }
+    _exit(0);
+}
+
+static void wake_parts(double *parts, uint64_t began, uint64_t issued, uint64_t woken, uint64_t landed, uint64_t told) {
+    parts[WAKE_ALL] = (double)(told - began);
+    parts[WAKE_ISSUED] = (double)(issued - began);
+    parts[WAKE_WOKEN] = (double)(woken - began);
+    parts[WAKE_READ] = (double)(landed - woken);
+    parts[WAKE_TOLD] = (double)(told - landed);
+}
+
+/* The parent waits as a client does: it spins, then sleeps. */
+static void wake_relay(struct wake *w, uint32_t expert, double *parts) {
+    struct relay *r = w->relay;
+    r->offset = expert * w->bytes;
+    r->slot_offset = expert % w->ring.info.n_slots * w->ring.info.slot_bytes;
+    wake_rest(w);
+    uint32_t seen = atomic_load(&r->answered);
+    uint64_t began = plat_now_ns();
+    signal_one(&r->asked);
+    uint64_t issued = plat_now_ns();
+    while (atomic_load(&r->answered) == seen && plat_now_ns() - issued < w->spin_ns) {
+    }
+    wait_for(&r->answered, seen + 1);
+    uint64_t told = plat_now_ns();
+    if (r->rc)
+        die("%s: direct read: %s", w->file, strerror(r->rc));
+    wake_parts(parts, began, issued, r->woken_ns, r->landed_ns, told);
+}
+
+/* One demand to bytes; its parts by the stamps that the worker leaves in the ring. */
+static void wake_ring(struct wake *w, uint32_t expert, double *parts) {
+    smoe_ring *r = w->ring.r;
+    int64_t id = expert;
+    smoe_hold hold;
+    smoe_error e = {0};
+    uint64_t read_ns = smoe_counter_value(r, SMOE_C_READ_NS, -1);
+    wake_rest(w);
+    uint64_t began = plat_now_ns();
+    int rc = smoe_acquire(r, 0, &id, 1, &hold, -1, &e);
+    uint64_t issued = plat_now_ns();
+    if (rc != 0)
+        die("%s: a miss should miss: %d %s", w->ring.name, rc, e.call ? e.call : "");
+    rc = smoe_wait(r, &hold, 1, -1, &e);
+    uint64_t told = plat_now_ns();
+    if (rc < 0)
+        die_of(w->ring.name, rc, &e);
+    uint64_t landed = atomic_load(&r->hot->landed_ns);
+    read_ns = smoe_counter_value(r, SMOE_C_READ_NS, -1) - read_ns;
+    smoe_release(r, &hold, 1);
+    wake_parts(parts, began, issued, landed - read_ns, landed, told);
+}
+
+/* A place is first read once uncounted, so that a cache below the device, where there is one, answers all sides
+ * alike; then by each, another one first each time. */
+static void wake_round(struct wake *w, const struct options *o, uint64_t round, int kind, const uint32_t *order) {
+    uint64_t n = o->reads;
+    double *bare = allocate(n, sizeof *bare), *ns[WAKE_SIDES][WAKE_PARTS], now[WAKE_SIDES][WAKE_PARTS] = {{0}};
+    for (int side = 0; side < WAKE_SIDES; side++)
+        for (int part = 0; part < WAKE_PARTS; part++)
+            ns[side][part] = allocate(n, sizeof *bare);
+    smoe_set_spin_us(w->ring.r, wake_spin_us[kind]);
+    w->spin_ns = wake_spin_us[kind] * 1000ull;
+    for (uint64_t i = 0; i < n; i++) {
+        (void)wake_bare(w, order[i]);
+        for (uint64_t turn = i; turn < i + 3; turn++) {
+            if (turn % 3 == 0)
+                wake_ring(w, order[i], now[WAKE_RING]);
+            else if (turn % 3 == 1)
+                bare[i] = wake_bare(w, order[i]);
+            else
+                wake_relay(w, order[i], now[WAKE_RELAY]);
+        }
+        for (int side = 0; side < WAKE_SIDES; side++) {
+            now[side][WAKE_MORE] = now[side][WAKE_ALL] - bare[i];
+            for (int part = 0; part < WAKE_PARTS; part++)
+                ns[side][part][i] = now[side][part];
+        }
+    }
+    printf("{\"round\": %" PRIu64 ", \"client\": \"%s\", \"bare\": {\"all\": %.0f}", round, wake_kinds[kind],
+           median(bare, n));
+    for (int side = 0; side < WAKE_SIDES; side++) {
+        printf(", \"%s\": {", wake_sides[side]);
+        for (int part = 0; part < WAKE_PARTS; part++) {
+            printf("%s\"%s\": %.0f", part ? ", " : "", wake_names[part], median(ns[side][part], n));
+            free(ns[side][part]);
+        }
+        printf("}");
+    }
+    printf("}\n");
+    fflush(stdout);
+    free(bare);
+}
+
+static int wake(const struct options *o) {
+    struct wake w = {.file = o->names[1], .bytes = o->bytes, .pause_ns = o->pause * 1000};
+    w.slots = slots_of(o->names[2], o->bytes, &w.slots_bytes);
+    w.relay = share(sizeof *w.relay);
+    pid_t parent = getpid(), child = fork();
+    if (child == 0)
+        relay_process(&w, parent);
+    if (child < 0)
+        die("fork: %s", strerror(errno));
+    wait_for_children(&w.relay->answered, 1);
+    attach_client(&w.ring, o->names[0]);
+    find_workers(&w.ring);
+    w.ring.worker_pids[w.ring.n_workers++] = (uint32_t)child; /* it, too, has to sleep */
+    w.fd = plat_open_file(w.file, 1);
+    if (w.fd < 0)
+        die("%s: %s", w.file, strerror(-w.fd));
+    plat_prefault(w.slots, w.slots_bytes, 0);
+    uint32_t *order =
+        sequence(o->seed, w.ring.info.n_experts, 2 * w.ring.info.n_slots, WAKE_KINDS * o->rounds * o->reads, NULL);
+    for (uint64_t round = 0; round < o->rounds; round++)
+        for (int kind = 0; kind < WAKE_KINDS; kind++, order += o->reads)
+            wake_round(&w, o, round, kind, order);
+    smoe_detach(w.ring.r);
+    return 0;
+}
+
 /* --- the program ---------------------------------------------------------------------------------------- */
 
 static int usage(void) {
-    fprintf(stderr, "smoe-bench: usage: smoe-bench stream|bare|hit|miss NAME.. --OPTION N ..; "
+    fprintf(stderr, "smoe-bench: usage: smoe-bench stream|bare|hit|miss|wake NAME.. --OPTION N ..; "
                     "it is started by `smoe-mp bench`\n");
     return 2;
 }
@@ -647,12 +1010,13 @@ static bool take_option(struct options *o, const char *name, const char *value) 
     } all[] = {
         {"--reads", &o->reads},     {"--seed", &o->seed},     {"--batch", &o->batch},   {"--batches", &o->batches},
         {"--bytes", &o->bytes},     {"--slots", &o->slots},   {"--rounds", &o->rounds}, {"--processes", &o->processes},
-        {"--repeats", &o->repeats}, {"--misses", &o->misses}, {"--ops", &o->ops},
+        {"--repeats", &o->repeats}, {"--misses", &o->misses}, {"--ops", &o->ops},       {"--pause", &o->pause},
     };
     if (!value)
         return false;
-    if (!strcmp(name, "--hits") && o->n_hits < HITS_MAX)
-        return number(value, &o->hits[o->n_hits++]);
+    struct list *list = !strcmp(name, "--hits") ? &o->hits : !strcmp(name, "--clients") ? &o->clients : NULL;
+    if (list)
+        return list->n < LIST_MAX && number(value, &list->values[list->n++]);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!strcmp(name, all[i].name))
             return number(value, all[i].value);
@@ -678,13 +1042,20 @@ int main(int argc, char **argv) {
     struct options o = {0};
     if (argc < 2 || !parse(&o, argc, argv))
         return usage();
+    if (o.clients.n == 0)
+        o.clients = (struct list){{1}, 1};
+    for (uint32_t i = 0; i < o.clients.n; i++)
+        if (o.clients.values[i] < 1 || o.clients.values[i] > SMOE_CLIENTS)
+            return usage();
     if (!strcmp(argv[1], "stream") && o.n_names == 1 && o.batch && o.batches && o.reads % o.batch == 0)
         return stream(&o);
     if (!strcmp(argv[1], "bare") && o.n_names == 2 && o.bytes && o.processes && o.slots >= o.processes)
         return bare(&o);
     if (!strcmp(argv[1], "hit") && o.repeats && o.ops)
         return hit(&o);
-    if (!strcmp(argv[1], "miss") && o.misses && o.n_hits)
+    if (!strcmp(argv[1], "miss") && o.misses && o.hits.n)
         return miss(&o);
+    if (!strcmp(argv[1], "wake") && o.n_names == 3 && o.bytes && o.reads)
+        return wake(&o);
     return usage();
 }

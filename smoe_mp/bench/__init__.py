@@ -2,7 +2,7 @@
 
     stats    medians, spread, paired ratios, verdicts
     rings    rings with real workers for measuring, and the native program smoe-bench
-    io hit miss idle open formats dequant    one benchmark each: `run(...)` measures and returns a `Report`
+    io hit miss wake idle open formats peers dequant    one benchmark each: `run(...)` gives a `Report`
     replay decoder lru                       a decode loop by a trace, its client, and what LRU would have
     curve                                    hit rates of a trace by ring size; nothing is run
     speculate routing                        what guesses cost and spare, and what they name

@@ -26,7 +26,9 @@ from smoe_mp.bench import (
     io,
     machine,
     miss,
+    peers,
     replay,
+    wake,
 )
 from smoe_mp.bench import open as opening
 from smoe_mp.bench import prewarm as prewarming
@@ -53,44 +55,86 @@ TraceFile = Annotated[
 Picture = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a picture (needs matplotlib).")
 ]
+Full = Annotated[bool, typer.Option("--full", help="More settings, for which there must be time.")]
+Workers = Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")]
+Clients = Annotated[str, typer.Option("--clients", metavar="N,N", help="Clients at once.")]
 Slots = Annotated[str, typer.Option("--slots", metavar="N,N", help="Ring sizes.")]
+
+
+CLIENTS_FULL = (1, 2, 4)
 
 
 @app.command(
     "io", help="Bytes/s through the ring over bare processes.\n\nExample: smoe-mp bench io --sizes 3,9"
 )
 def bench_io(
+    *,
     as_json: AsJson = False,
     quick: Quick = False,
+    full: Full = False,
     scratch: Scratch = Path(".bench"),
     sizes: Annotated[str, typer.Option("--sizes", metavar="MIB,MIB", help="Sizes of experts.")] = "",
-    workers: Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")] = "",
+    workers: Workers = "",
+    clients: Clients = "",
+    batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Experts a call.")] = "",
+    python: Annotated[bool, typer.Option("--python", help="A client in Python as well.")] = False,
 ) -> None:
     sizes_mib, counts = _numbers("--sizes", sizes, 1, 1024), _numbers("--workers", workers, 1, 127)
+    many, calls = _numbers("--clients", clients, 1, 32), _numbers("--batches", batches, 1, 8)
+    asking = io.ASKING_FULL if full else io.asked(many or (1,), calls or (io.BATCH,), python=python)
+    if full:
+        sizes_mib, counts = sizes_mib or io.SIZES_MIB_FULL, counts or io.WORKERS_FULL
     with _bar() as progress:
-        report = io.run(progress, scratch, quick=quick, sizes_mib=sizes_mib, workers=counts)
+        report = io.run(progress, scratch, quick=quick, sizes_mib=sizes_mib, workers=counts, asking=asking)
     _show(report, as_json)
 
 
 @app.command("hit", help="Taking and giving back a resident.\n\nExample: smoe-mp bench hit --slots 64,4096")
-def bench_hit(as_json: AsJson = False, quick: Quick = False, slots: Slots = "") -> None:
+def bench_hit(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    full: Full = False,
+    slots: Slots = "",
+    clients: Clients = "",
+) -> None:
     sizes = _numbers("--slots", slots, 8, 65535) or hit.SLOTS
+    many = _numbers("--clients", clients, 1, 31) or (CLIENTS_FULL if full else (1,))
     with _bar() as progress:
-        report = hit.run(progress, quick=quick, slots=sizes)
+        report = hit.run(progress, quick=quick, slots=sizes, clients=many)
     _show(report, as_json)
 
 
 @app.command("miss", help="Issuing a miss.\n\nExample: smoe-mp bench miss --slots 4096 --hits 0,300")
 def bench_miss(
+    *,
     as_json: AsJson = False,
     quick: Quick = False,
+    full: Full = False,
     slots: Slots = "",
     hits: Annotated[str, typer.Option("--hits", metavar="N,N", help="Hits between two misses.")] = "",
+    clients: Clients = "",
 ) -> None:
-    sizes = _numbers("--slots", slots, 8, 65535) or miss.SLOTS
+    sizes = _numbers("--slots", slots, 8, 65535) or (miss.SLOTS_FULL if full else miss.SLOTS)
     between = _numbers("--hits", hits, 0, 10**6) or miss.HITS
+    many = _numbers("--clients", clients, 1, 31) or (CLIENTS_FULL if full else (1,))
     with _bar() as progress:
-        report = miss.run(progress, quick=quick, slots=sizes, hits=between)
+        report = miss.run(progress, quick=quick, slots=sizes, hits=between, clients=many)
+    _show(report, as_json)
+
+
+@app.command(
+    "wake", help="From demand to bytes, over a bare read.\n\nExample: smoe-mp bench wake --workers 1,16"
+)
+def bench_wake(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    full: Full = False,
+    scratch: Scratch = Path(".bench"),
+    workers: Workers = "",
+) -> None:
+    counts = _numbers("--workers", workers, 1, 127) or (wake.WORKERS_FULL if full else wake.WORKERS)
+    with _bar() as progress:
+        report = wake.run(progress, scratch, quick=quick, workers=counts)
     _show(report, as_json)
 
 
@@ -107,12 +151,12 @@ def bench_control(as_json: AsJson = False, quick: Quick = False) -> None:
 def bench_idle(
     as_json: AsJson = False,
     quick: Quick = False,
-    workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
-    ] = idle.WORKERS,
+    full: Full = False,
+    workers: Workers = "",
 ) -> None:
+    counts = _numbers("--workers", workers, 1, 127) or (idle.WORKERS_FULL if full else idle.WORKERS)
     with _bar() as progress:
-        report = idle.run(progress, quick=quick, workers=workers)
+        report = idle.run(progress, quick=quick, workers=counts)
     _show(report, as_json)
 
 
@@ -138,11 +182,30 @@ def bench_formats(
     as_json: AsJson = False,
     quick: Quick = False,
     scratch: Scratch = Path(".bench"),
-    workers: Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")] = "",
+    workers: Workers = "",
 ) -> None:
     counts = _numbers("--workers", workers, 1, 127) or ()
     with _bar() as progress:
         report = formats.run(progress, scratch, quick=quick, workers=counts)
+    _show(report, as_json)
+
+
+@app.command(
+    "peers",
+    help="Random experts under a memory limit: the ring, mmap, pread, safetensors and numpy. Needs root.\n\n"
+    "Example: smoe-mp bench peers --rounds 3",
+)
+def bench_peers(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    scratch: Scratch = Path(".bench"),
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 5.")] = 0,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
+    ] = peers.WORKERS,
+) -> None:
+    with _bar() as progress:
+        report = peers.run(progress, scratch, quick=quick, rounds=rounds, workers=workers)
     _show(report, as_json)
 
 

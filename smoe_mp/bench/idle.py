@@ -1,7 +1,7 @@
 """bench idle: what a system costs that nobody asks anything of.
 
-A real `smoe-mp up` with 16 workers; the CPU time of the supervisor and of all workers, every thread, by
-the scheduler's count in nanoseconds, over windows of some seconds.
+A real `smoe-mp up` with 16 workers, or as many as are asked for; the CPU time of the supervisor and of all
+workers, every thread, by the scheduler's count in nanoseconds, over windows of some seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,28 +26,34 @@ from smoe_mp.control.commands import Status
 from smoe_mp.demo import System
 from smoe_mp.vault_writer import VaultWriter
 
-AT_MOST_PERCENT = 1.0
-WORKERS = 16
+AT_MOST_PERCENT = 0.5
+WORKERS, WORKERS_FULL = (16,), (1, 4, 16, 32)
 SETTLE_S = 1.0
 
 WHAT = "CPU time of an idle system, supervisor and workers, in percent of one core."
 
 
-def run(progress: Progress, *, quick: bool = False, workers: int = WORKERS) -> Report:
-    """Measure a system with `workers` workers."""
+def run(progress: Progress, *, quick: bool = False, workers: Sequence[int] = WORKERS) -> Report:
+    """Measure systems with so many workers each, one after the other."""
     windows, window_s = (3, 1.0) if quick else (6, 5.0)
-    with _system(workers) as (supervisor, pids):
-        time.sleep(SETTLE_S)
-        shares = _windows(supervisor, pids, windows, window_s, progress)
-    report = Report("idle", WHAT, {"workers": workers, "windows": windows, "window_s": window_s})
-    both = [a + b for a, b in shares]
+    counts = sorted(set(workers))
+    report = Report("idle", WHAT, {"workers": counts, "windows": windows, "window_s": window_s})
     goal = Goal("at most", AT_MOST_PERCENT)
-    report.figures = [
-        Figure("supervisor", "% of a core", [a for a, _ in shares]),
-        Figure(f"{workers} workers together", "% of a core", [b for _, b in shares]),
-        Figure("all", "% of a core", both, goal),
-    ]
+    for at, n in enumerate(counts):
+        with _system(n) as (supervisor, pids):
+            time.sleep(SETTLE_S)
+            shares = _windows(supervisor, pids, windows, window_s, _scaled(progress, at, len(counts)))
+        report.figures += [
+            Figure(f"supervisor of {n} workers", "% of a core", [a for a, _ in shares]),
+            Figure(f"{n} workers together", "% of a core", [b for _, b in shares]),
+            Figure(f"all, {n} workers", "% of a core", [a + b for a, b in shares], goal),
+        ]
     return report
+
+
+def _scaled(progress: Progress, at: int, systems: int) -> Progress:
+    """Progress with one system as progress with all."""
+    return lambda what, done, total: progress(what, at * total + done, systems * total)
 
 
 def _windows(

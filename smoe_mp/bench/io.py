@@ -5,7 +5,8 @@ them that no worker ever waits for work; the other, N processes that do nothing 
 shared memory, the resting ring's data segment: how far the physical addresses of its pages run on decides
 how many requests a read becomes, which made a factor of four between two segments.  Both read the same
 kind of sequence: random experts, none again before a ring's worth of others, so that every one is a miss.
-Sides in turn, the one that begins changing from round to round.
+Further ways of asking the ring (`Asking`: one expert a call, several clients, from Python) are further sides,
+with as much in flight.  Sides in turn, the one that begins changing from round to round.
 
 All reads are direct (O_DIRECT), from a scratch file of allocated random bytes that was itself written
 past the page cache.  Where direct reads are refused there is no benchmark.  The device's own count of
@@ -19,25 +20,32 @@ import contextlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import smoe_mp
 from smoe_mp import segments
 from smoe_mp.bench import Figure, Progress, Report, Share, machine
-from smoe_mp.bench.rings import BenchRing, bench_ring, flat_source, native_one
+from smoe_mp.bench.rings import BenchRing, absent_first, bench_ring, flat_source, native_one
 from smoe_mp.bench.stats import Goal
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
+from smoe_mp.ring import Batch
 from smoe_mp.runtime import human_bytes
 
 MIB = 1 << 20
-SIZES_MIB = (9,)
-WORKERS = (4, 16)
+SIZES_MIB, SIZES_MIB_FULL = (9,), (1, 3, 9, 16)
+WORKERS, WORKERS_FULL = (4, 16), (1, 2, 4, 8, 16, 32)
 BATCH = 8
-AT_LEAST = 0.95
+AT_LEAST = 0.98
+CPU_AT_MOST = 1.3
+JUDGED_MIB, JUDGED_WORKERS = (3, 9), (4, 16)
 FILE_BYTES, FILE_BYTES_QUICK = 4 << 30, 128 << 20
 SPARE_BYTES = 256 << 20  # left free on the file system
 CHUNK = 16 * MIB
@@ -46,6 +54,49 @@ WHAT = (
     "bytes a second of random direct reads through the ring (all misses, workers always busy), over the same"
     " reads by as many bare processes into shared memory."
 )
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a ring is asked: by so many client processes together, so many experts a call, in C or from Python
+    (one client)."""
+
+    clients: int = 1
+    batch: int = BATCH
+    python: bool = False
+
+    def __str__(self) -> str:
+        words = ["from Python"] if self.python else []
+        words += [f"{self.clients} clients"] if self.clients > 1 else []
+        if self.batch != BATCH:
+            words.append("one at a time" if self.batch == 1 else f"{self.batch} at a time")
+        return ", ".join(["ring", *words])
+
+    def flight(self, workers: int) -> int:
+        """Calls in flight of each client, so that workers have work while the oldest call's last expert is
+        awaited."""
+        return -(-(batches(workers) * BATCH) // (self.batch * self.clients))
+
+    def slots(self, workers: int) -> int:
+        """Of a ring for them: what is in flight, and a batch to be evicted."""
+        return self.clients * self.flight(workers) * self.batch + BATCH
+
+
+PLAIN = Asking()
+ASKING_FULL = (
+    PLAIN,
+    Asking(batch=1),
+    Asking(clients=2),
+    Asking(clients=4),
+    Asking(python=True),
+    Asking(python=True, batch=1),
+)
+
+
+def asked(clients: Sequence[int], batches: Sequence[int], *, python: bool) -> tuple[Asking, ...]:
+    """All of these together; from Python one client."""
+    in_c = [Asking(n, batch) for n in clients for batch in batches]
+    return (*in_c, *(Asking(1, batch, True) for batch in batches if python))
 
 
 @dataclass
@@ -71,26 +122,23 @@ def run(
     quick: bool = False,
     sizes_mib: Sequence[int] | None = None,
     workers: Sequence[int] | None = None,
+    asking: Sequence[Asking] = (PLAIN,),
 ) -> Report:
     """Measure, with a file in the folder `scratch` that is made once and kept."""
     rounds, run_s = (3, 0.3) if quick else (10, 2.0)
     sizes = sizes_mib or ((3,) if quick else SIZES_MIB)
     counts = workers or ((4,) if quick else WORKERS)
     smallest = FILE_BYTES_QUICK if quick else FILE_BYTES
-    wanted = max(smallest, *(4 * slots_for(n) * size * MIB for n in counts for size in sizes))
+    wanted = max(smallest, *(4 * a.slots(n) * size * MIB for n in counts for size in sizes for a in asking))
     path = scratch_file(scratch, wanted, progress)
-    probe = segments.probe(path)
-    if probe.mode != "direct":
-        raise ConfigError(
-            f"{path}: direct reads are refused here ({probe.reason}), so this would measure the page cache:"
-            " give --scratch a folder on a local disk"
-        )
+    probe = direct_probe(path)
     device = Device(path)
     settings = {"sizes_mib": list(sizes), "workers": list(counts), "rounds": rounds, "run_s": run_s}
+    settings |= {"asking": [str(a) for a in asking]}
     report = Report("io", WHAT, {**settings, "file": str(path), "fs": probe.fs, "device": device.name})
     settings_of = [(size, n) for size in sizes for n in counts]
     for at, (size, n) in enumerate(settings_of):
-        m = _Measurement(path, device, size * MIB, n)
+        m = _Measurement(path, device, size * MIB, n, asking)
         m.run(rounds, run_s, max(4096, probe.offset_align), _scaled(progress, m.where, at, len(settings_of)))
         m.add_to(report)
     report.notes += notes_on(device)
@@ -103,8 +151,8 @@ def _scaled(progress: Progress, what: str, at: int, settings: int) -> Progress:
 
 
 def slots_for(workers: int) -> int:
-    """Slots of a ring for so many workers: what is in flight, and a batch to be evicted."""
-    return (batches(workers) + 1) * BATCH
+    """Slots of a ring for so many workers."""
+    return PLAIN.slots(workers)
 
 
 def batches(workers: int) -> int:
@@ -113,73 +161,74 @@ def batches(workers: int) -> int:
 
 
 class _Measurement:
-    """One size of experts and number of workers: both sides, round by round."""
+    """One size of experts and number of workers: all sides, round by round."""
 
-    def __init__(self, path: Path, device: Device, size: int, workers: int) -> None:
+    def __init__(self, path: Path, device: Device, size: int, workers: int, asking: Sequence[Asking]) -> None:
         self.path, self.device, self.size, self.workers = path, device, size, workers
         self.where = f"{size // MIB} MiB, {workers} workers"
-        self.ring, self.bare = _Side(), _Side()
+        self.slots = max(a.slots(workers) for a in asking)
+        self.asking = asking
+        self._reset()
+
+    def _reset(self) -> None:
+        self.rings, self.bare = {a: _Side() for a in self.asking}, _Side()
 
     def run(self, rounds: int, run_s: float, read_align: int, progress: Progress) -> None:
         """A round not counted, in which the speed is seen, from which a run's length (about `run_s` seconds)
         follows; then the rounds."""
-        slots = slots_for(self.workers)
         source = flat_source(self.path, self.size, self.path.stat().st_size // self.size)
-        with bench_ring(source, slots=slots, workers=self.workers, read_align=read_align) as ring:
-            least = 2 * slots
+        with bench_ring(source, slots=self.slots, workers=self.workers, read_align=read_align) as ring:
+            least = 2 * self.slots
             progress("", 0, rounds + 1)
             ring.settle()  # as the bare processes map their memory before the clock starts
-            self._through_ring(ring, 0, least)
+            for a in self.asking:
+                self._through_ring(ring, a, 0, least)
             speed = self._run_bare(ring, 0, least)
             reads = max(least, int(speed * run_s / self.size)) // BATCH * BATCH
-            self.ring, self.bare = _Side(), _Side()
+            self._reset()
+            sides: list[Callable[[int, int], object]] = [
+                *(partial(self._through_ring, ring, a) for a in self.asking),
+                partial(self._run_bare, ring),
+            ]
             for at in range(rounds):
                 progress("", at + 1, rounds + 1)
-                if at % 2 == 0:
-                    self._through_ring(ring, 2 * at + 1, reads)
-                    self._run_bare(ring, 2 * at + 2, reads)
-                else:
-                    self._run_bare(ring, 2 * at + 1, reads)
-                    self._through_ring(ring, 2 * at + 2, reads)
+                for i in range(len(sides)):
+                    sides[(at + i) % len(sides)](1 + at * len(sides) + i, reads)
             progress("", rounds + 1, rounds + 1)
             mode = ring.segments.files()[0]["mode"]
         if mode != "direct":
             raise SmoeError(f"{self.path}: the workers read it in mode {mode}, not direct: no figures")
 
-    def _through_ring(self, ring: BenchRing, seed: int, reads: int) -> None:
+    def _through_ring(self, ring: BenchRing, a: Asking, seed: int, reads: int) -> None:
         before, cpu = self.device.bytes_read(), ring.workers_cpu_ns()
-        line = native_one(
-            *("stream", ring.name, "--reads", reads, "--seed", seed),
-            *("--batch", BATCH, "--batches", batches(self.workers)),
-        )
+        flight, calls = a.flight(self.workers), reads // a.batch
+        if a.python:
+            line = _stream(ring.name, seed, calls=calls, batch=a.batch, flight=flight, size=self.size)
+        else:
+            line = native_one(
+                *("stream", ring.name, "--reads", calls * a.batch, "--seed", seed, "--clients", a.clients),
+                *("--batch", a.batch, "--batches", flight * a.clients),
+            )
         cpu = ring.workers_cpu_ns() - cpu + line["cpu_ns"]
         ring.check()
         if line["hits"]:
             raise SmoeError(f"ring {ring.name}: {line['hits']} experts were hits where all should be read")
-        self.ring.add(line, cpu, _since(self.device, before))
+        self.rings[a].add(line, cpu, _since(self.device, before))
 
     def _run_bare(self, ring: BenchRing, seed: int, reads: int) -> float:
         """Returns the bytes a second."""
         before = self.device.bytes_read()
         line = native_one(
-            *(
-                "bare",
-                self.path,
-                segments.segment_names(ring.name)[1],
-                "--reads",
-                reads,
-                "--seed",
-                seed,
-                "--bytes",
-                self.size,
-            ),
-            *("--slots", slots_for(self.workers), "--processes", self.workers),
+            *("bare", self.path, segments.segment_names(ring.name)[1]),
+            *("--reads", reads, "--seed", seed, "--bytes", self.size),
+            *("--slots", self.slots, "--processes", self.workers),
         )
         self.bare.add(line, line["cpu_ns"], _since(self.device, before))
         return self.bare.gb_per_s[-1] * 1e9
 
     def add_to(self, report: Report) -> None:
-        for name, side in ((f"{self.where}: ring", self.ring), (f"{self.where}: bare", self.bare)):
+        judged = self.size // MIB in JUDGED_MIB and self.workers in JUDGED_WORKERS
+        for name, side in ((f"{self.where}: bare", self.bare), *self._named()):
             report.figures.append(Figure(name, "GB/s", side.gb_per_s))
             report.figures.append(Figure(f"{name}, CPU", "s/GB", side.cpu_s_per_gb))
             device = "unknown" if side.device is None else f"{side.device / side.wanted:.3f} times that"
@@ -187,11 +236,33 @@ class _Measurement:
             report.extra.setdefault("bytes", []).append(
                 {"side": name, "wanted": side.wanted, "device": side.device}
             )
-        goal = Goal("at least", AT_LEAST)
-        report.shares += [
-            Share(f"{self.where}: ring / bare, bytes/s", self.ring.gb_per_s, self.bare.gb_per_s, goal),
-            Share(f"{self.where}: ring / bare, CPU", self.ring.cpu_s_per_gb, self.bare.cpu_s_per_gb),
-        ]
+        for (name, side), a in zip(self._named(), self.asking, strict=True):
+            rate = Goal("at least", AT_LEAST) if judged and a == PLAIN else None
+            cpu = Goal("at most", CPU_AT_MOST) if a == PLAIN else None
+            report.shares += [
+                Share(f"{name} / bare, bytes/s", side.gb_per_s, self.bare.gb_per_s, rate),
+                Share(f"{name} / bare, CPU", side.cpu_s_per_gb, self.bare.cpu_s_per_gb, cpu),
+            ]
+
+    def _named(self) -> list[tuple[str, _Side]]:
+        return [(f"{self.where}: {a}", side) for a, side in self.rings.items()]
+
+
+def _stream(name: str, seed: int, *, calls: int, batch: int, flight: int, size: int) -> dict[str, Any]:
+    """What `smoe-bench stream` does, from Python, with `flight` calls in flight."""
+    with smoe_mp.attach(name, "bench io") as ring:
+        order = absent_first(ring, seed)
+        open_calls: deque[Batch] = deque()
+        hits, cpu, began = 0, time.process_time_ns(), time.perf_counter_ns()
+        for at in range(calls):
+            if len(open_calls) == flight:
+                open_calls.popleft().wait().release()
+            open_calls.append(ring.acquire(0, [order[(at * batch + k) % len(order)] for k in range(batch)]))
+            hits += open_calls[-1].hits
+        for call in open_calls:
+            call.wait().release()
+        ns, cpu = time.perf_counter_ns() - began, time.process_time_ns() - cpu
+    return {"ns": ns, "bytes": calls * batch * size, "cpu_ns": cpu, "hits": hits}
 
 
 # --- the device ------------------------------------------------------------------------------------------
@@ -262,6 +333,24 @@ def scratch_file(folder: Path, size: int, progress: Progress, *, floats: bool = 
             " allocated: this file system compresses or thins out, and a benchmark on it would lie"
         )
     return path
+
+
+def direct_probe(path: Path) -> segments.Probe:
+    """What a direct read of the file shows; ConfigError where it is refused."""
+    probe = segments.probe(path)
+    if probe.mode != "direct":
+        raise ConfigError(
+            f"{path}: direct reads are refused here ({probe.reason}), so this would measure the page cache:"
+            " give --scratch a folder on a local disk"
+        )
+    return probe
+
+
+def drop_cache(path: Path) -> None:
+    """Drop what the page cache has of a file; what is not written yet is written first."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _is_whole(path: Path, size: int) -> bool:

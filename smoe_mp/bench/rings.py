@@ -21,9 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from smoe_mp import segments
 from smoe_mp.errors import SmoeError
 from smoe_mp.process import Child, Loop, WatchPipe, end_all
+from smoe_mp.ring import Ring
 from smoe_mp.sources.base import Expert, Extent, ModelFacts, Source, SourceFile, Tensor
 
 READY_S = 60.0  # for workers to open the file
@@ -37,7 +40,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class FlatSource:
-    """`count` experts of `expert_bytes` bytes, one behind the other from the start of the file `path`."""
+    """`count` experts of `expert_bytes` bytes, one behind the other in the file `path`."""
 
     path: Path
     files: list[SourceFile]
@@ -47,13 +50,14 @@ class FlatSource:
     model: ModelFacts = field(default_factory=ModelFacts)
 
 
-def flat_source(path: Path, expert_bytes: int, count: int) -> FlatSource:
+def flat_source(path: Path, expert_bytes: int, count: int, start: int = 0) -> FlatSource:
+    """The experts of `path`, the first at offset `start`."""
     st = path.stat()
     whole = Tensor("bytes", "U8", (expert_bytes,), 0, 0, expert_bytes)
     return FlatSource(
         path,
         [SourceFile(path.absolute(), st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, bytes(16))],
-        [Expert(0, i, (Extent(0, i * expert_bytes, expert_bytes),), 0) for i in range(count)],
+        [Expert(0, i, (Extent(0, start + i * expert_bytes, expert_bytes),), 0) for i in range(count)],
         [(whole,)],
     )
 
@@ -143,6 +147,13 @@ def bench_ring(
             raise SmoeError(f"ring {name}: its {workers} workers were not ready within {READY_S:.0f} s")
         ring.check()
         yield ring
+
+
+def absent_first(ring: Ring, seed: int) -> list[int]:
+    """All experts of a ring of some, in random order, those that are resident last: demanded in turn, again
+    and again, each is a miss."""
+    order = np.random.default_rng(seed).permutation(ring.experts).tolist()
+    return sorted(order, key=lambda x: ring.resident(0, x))
 
 
 def _end(children: list[Child], loop: Loop) -> None:

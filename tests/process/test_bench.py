@@ -14,7 +14,8 @@ import pytest
 from support import LIMIT_S
 from typer.testing import CliRunner
 
-from smoe_mp.bench import control, formats, hit, idle, io, miss
+from smoe_mp.bench import control, formats, hit, idle, io, miss, peers, wake
+from smoe_mp.bench.cgroup import memory_group
 from smoe_mp.bench.cli import app
 from smoe_mp.bench.rings import bench_ring, flat_source, memory_file, native, native_one
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
@@ -72,13 +73,32 @@ def test_hit(steps: Steps) -> None:
     assert all(share.ratio.n == report.settings["rounds"] for share in report.shares)
 
 
+def test_hit_with_other_clients(steps: Steps) -> None:
+    report = hit.run(steps, quick=True, slots=(16,), clients=(3, 2))
+    assert report.settings["clients"] == [1, 2, 3]
+    beside = [f for f in report.figures if f.name.endswith(" clients")]
+    kinds = ("one hot", "random", "batch of 8, random")
+    assert [f.name for f in beside] == [f"C, {k}, 16 slots, {n} clients" for n in (2, 3) for k in kinds]
+    assert all(len(f.values) == report.settings["rounds"] and f.goal is None for f in beside)
+    assert len([s for s in report.shares if s.name.endswith(" clients / 1")]) == len(beside)
+
+
 def test_miss(steps: Steps) -> None:
     report = miss.run(steps, quick=True, slots=(64, 128), hits=(0, 10))
-    assert len(report.figures) == 2 * 2 * len(miss.SIDES)
+    assert len(report.figures) == 2 * 2 * len(miss.SIDES) + 2 * 2
+    python = [f.name for f in report.figures if f.name.startswith("Python")]
+    assert python == [f"Python, acquire {what}, {n} slots" for n in (64, 128) for what in ("one", "8")]
     assert all(len(f.values) == report.settings["rounds"] and min(f.values) > 0 for f in report.figures)
     goals = {f.name.split(",")[0] for f in report.figures if f.goal}
     assert goals == {"issue"}
     assert len(report.shares) == 4
+
+
+def test_miss_with_other_clients(steps: Steps) -> None:
+    report = miss.run(steps, quick=True, slots=(64,), hits=(0, 10), clients=(4,))
+    beside = [f for f in report.figures if f.name.endswith(", 4 clients")]
+    assert [f.name for f in beside] == [f"issue, 64 slots, {h} hits between, 4 clients" for h in (0, 10)]
+    assert all(len(f.values) == report.settings["rounds"] and f.goal is None for f in beside)
 
 
 def test_control(steps: Steps, runtime_dir: Path) -> None:
@@ -88,10 +108,11 @@ def test_control(steps: Steps, runtime_dir: Path) -> None:
 
 
 def test_idle(steps: Steps, runtime_dir: Path) -> None:
-    report = idle.run(steps, quick=True, workers=2)
-    supervisor, workers, both = (f.values for f in report.figures)
-    assert [a + b for a, b in zip(supervisor, workers, strict=True)] == list(both)
-    assert report.figures[2].goal is not None
+    report = idle.run(steps, quick=True, workers=(2, 1))
+    assert [f.name for f in report.figures[2::3]] == ["all, 1 workers", "all, 2 workers"]
+    for supervisor, workers, both in zip(*(report.figures[i::3] for i in range(3)), strict=True):
+        assert [a + b for a, b in zip(supervisor.values, workers.values, strict=True)] == list(both.values)
+        assert both.goal is not None
 
 
 def test_io(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +130,54 @@ def test_io(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         # Others may read meanwhile; and nothing came from the page cache.
         assert side["device"] is None or side["device"] >= side["wanted"]
     assert sorted(p.name for p in file.parent.iterdir()) == ["bench-io.bin"]
+
+
+def test_io_asked_in_other_ways(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "FILE_BYTES_QUICK", 16 * MIB)
+    asking = (io.Asking(batch=1), io.Asking(clients=3), io.Asking(python=True))
+    report = io.run(steps, disk / "scratch", quick=True, sizes_mib=(1,), workers=(2,), asking=asking)
+    names = [f"1 MiB, 2 workers: ring, {a}" for a in ("one at a time", "3 clients", "from Python")]
+    assert [side["side"] for side in report.extra["bytes"]] == ["1 MiB, 2 workers: bare", *names]
+    assert len({side["wanted"] for side in report.extra["bytes"]}) == 1
+    assert [s.name for s in report.shares[::2]] == [f"{name} / bare, bytes/s" for name in names]
+
+
+def test_wake(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wake, "FILE_BYTES_QUICK", 16 * MIB)
+    report = wake.run(steps, disk / "scratch", quick=True, workers=(2, 1))
+    sides = [f"{n}, client {does}" for n in ("1 worker", "2 workers") for does in ("sleeps", "spins")]
+    others = ("bare", "relay")
+    assert [s.name for s in report.shares] == [f"{side}: ring / {x}" for side in sides for x in others]
+    found = {f.name: f for f in report.figures}
+    for side in sides:
+        assert found[f"{side}: ring, over bare"].goal is not None
+        assert min(found[f"{side}: bare, in all"].values) > 0
+        for reader in ("ring", "relay"):
+            parts = [found[f"{side}: {reader}, {x}"] for x in ("in all", "reader has it", "its read")]
+            assert all(len(f.values) == report.settings["rounds"] and min(f.values) > 0 for f in parts)
+
+
+@pytest.mark.root
+def test_peers(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        with memory_group(peers.LEAST_BYTES):
+            pass
+    except SmoeError as error:
+        steps("", 1, 1)
+        pytest.skip(str(error))
+    report = peers.run(steps, disk / "scratch", quick=True, rounds=1, workers=2)
+    assert report.settings["limit_bytes"] < report.settings["experts"] * 3 * MIB
+    for trace, rows in report.sheets.items():
+        assert list(rows) == [side for side in peers.SIDES if side in rows]
+        assert {"mmap + copy", "pread", "numpy memmap", "ring"} <= set(rows)
+        # Nobody had what it was not asked for; and no cache below the limit holds the whole file.
+        assert all(row["device"].values[0] > 0.05 for row in rows.values() if "device" in row), trace
+        assert 0 < rows["ring"]["hits"].values[0] < 100
+    uniform, zipf = report.sheets.values()
+    assert uniform["ring"]["hits"].values[0] < zipf["ring"]["hits"].values[0]
+    assert [f.name for f in report.figures if f.unit == "GB/s"] == [
+        f"{trace}: {side}: wanted" for trace, rows in report.sheets.items() for side in rows
+    ]
 
 
 def test_formats(steps: Steps, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +259,8 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain["bench"] == "hit"
     assert plain["settings"]["slots"] == [16]
     assert isinstance(run("miss", "--slots", "7").exception, ConfigError)
+    assert isinstance(run("hit", "--clients", "32").exception, ConfigError)
+    assert isinstance(run("io", "--batches", "9").exception, ConfigError)
     assert isinstance(run("io", "--sizes", "1,x").exception, ConfigError)
-    for command in ("io", "hit", "miss", "idle"):
+    for command in ("io", "hit", "miss", "wake", "idle", "peers"):
         assert f"Example: smoe-mp bench {command}" in run(command, "--help").stdout
