@@ -7,6 +7,7 @@
     curve                                    hit rates of a trace by ring size; nothing is run
     speculate routing                        what guesses cost and spare, and what they name
     prewarm                                  the first turn after a start
+    picture  a report, drawn
     cli      the commands
 
 Each benchmark states what it measures, runs its sides in turn in one run, and prints what it found with

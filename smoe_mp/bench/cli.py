@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from smoe_mp import plots
 from smoe_mp.bench import (
     Progress,
     Report,
@@ -27,6 +28,7 @@ from smoe_mp.bench import (
     machine,
     miss,
     peers,
+    picture,
     replay,
     wake,
 )
@@ -52,8 +54,20 @@ Scratch = Annotated[
 TraceFile = Annotated[
     Path, typer.Argument(metavar="TRACE", help="A trace; also a routing CSV or JSON lines, gzipped or not.")
 ]
+
+
+def _can_draw(path: Path | None) -> Path | None:
+    """Said before anything is measured."""
+    if path is not None:
+        plots.figure(1, 1)
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
+    return path
+
+
 Picture = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a picture (needs matplotlib).")
+    Path | None,
+    typer.Option("--plot", metavar="FILE.png", callback=_can_draw, help="Draw a picture (needs matplotlib)."),
 ]
 Full = Annotated[bool, typer.Option("--full", help="More settings, for which there must be time.")]
 Workers = Annotated[str, typer.Option("--workers", metavar="N,N", help="Numbers of workers.")]
@@ -70,6 +84,7 @@ CLIENTS_FULL = (1, 2, 4)
 def bench_io(
     *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     full: Full = False,
     scratch: Scratch = Path(".bench"),
@@ -86,12 +101,14 @@ def bench_io(
         sizes_mib, counts = sizes_mib or io.SIZES_MIB_FULL, counts or io.WORKERS_FULL
     with _bar() as progress:
         report = io.run(progress, scratch, quick=quick, sizes_mib=sizes_mib, workers=counts, asking=asking)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command("hit", help="Taking and giving back a resident.\n\nExample: smoe-mp bench hit --slots 64,4096")
 def bench_hit(
+    *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     full: Full = False,
     slots: Slots = "",
@@ -101,13 +118,14 @@ def bench_hit(
     many = _numbers("--clients", clients, 1, 31) or (CLIENTS_FULL if full else (1,))
     with _bar() as progress:
         report = hit.run(progress, quick=quick, slots=sizes, clients=many)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command("miss", help="Issuing a miss.\n\nExample: smoe-mp bench miss --slots 4096 --hits 0,300")
 def bench_miss(
     *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     full: Full = False,
     slots: Slots = "",
@@ -119,14 +137,16 @@ def bench_miss(
     many = _numbers("--clients", clients, 1, 31) or (CLIENTS_FULL if full else (1,))
     with _bar() as progress:
         report = miss.run(progress, quick=quick, slots=sizes, hits=between, clients=many)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command(
     "wake", help="From demand to bytes, over a bare read.\n\nExample: smoe-mp bench wake --workers 1,16"
 )
 def bench_wake(
+    *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     full: Full = False,
     scratch: Scratch = Path(".bench"),
@@ -135,21 +155,23 @@ def bench_wake(
     counts = _numbers("--workers", workers, 1, 127) or (wake.WORKERS_FULL if full else wake.WORKERS)
     with _bar() as progress:
         report = wake.run(progress, scratch, quick=quick, workers=counts)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command(
     "control", help="A command over the socket beside shared memory.\n\nExample: smoe-mp bench control"
 )
-def bench_control(as_json: AsJson = False, quick: Quick = False) -> None:
+def bench_control(as_json: AsJson = False, plot: Picture = None, quick: Quick = False) -> None:
     with _bar() as progress:
         report = control.run(progress, quick=quick)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command("idle", help="CPU time of a system that does nothing.\n\nExample: smoe-mp bench idle --quick")
 def bench_idle(
+    *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     full: Full = False,
     workers: Workers = "",
@@ -157,12 +179,14 @@ def bench_idle(
     counts = _numbers("--workers", workers, 1, 127) or (idle.WORKERS_FULL if full else idle.WORKERS)
     with _bar() as progress:
         report = idle.run(progress, quick=quick, workers=counts)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command("open", help="Opening the index of a large model.\n\nExample: smoe-mp bench open --formats smoe")
 def bench_open(
+    *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     formats: Annotated[
         str, typer.Option("--formats", metavar="NAME,NAME", help=f"Of {', '.join(opening.BUILDERS)}.")
@@ -171,7 +195,7 @@ def bench_open(
     names = tuple(filter(None, (name.strip() for name in formats.split(","))))
     with _bar() as progress:
         report = opening.run(progress, quick=quick, formats=names)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command(
@@ -179,7 +203,9 @@ def bench_open(
     help="Streaming from GGUF and safetensors in place, over a vault.\n\nExample: smoe-mp bench formats",
 )
 def bench_formats(
+    *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     scratch: Scratch = Path(".bench"),
     workers: Workers = "",
@@ -187,7 +213,7 @@ def bench_formats(
     counts = _numbers("--workers", workers, 1, 127) or ()
     with _bar() as progress:
         report = formats.run(progress, scratch, quick=quick, workers=counts)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command(
@@ -196,7 +222,9 @@ def bench_formats(
     "Example: smoe-mp bench peers --rounds 3",
 )
 def bench_peers(
+    *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     scratch: Scratch = Path(".bench"),
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 5.")] = 0,
@@ -206,21 +234,23 @@ def bench_peers(
 ) -> None:
     with _bar() as progress:
         report = peers.run(progress, scratch, quick=quick, rounds=rounds, workers=workers)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command(
     "dequant", help="Weights out of their blocks.\n\nExample: smoe-mp bench dequant --types Q4_K,Q8_0"
 )
 def bench_dequant(
+    *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     types: Annotated[str, typer.Option("--types", metavar="NAME,NAME", help="Block types.")] = "",
 ) -> None:
     names = tuple(filter(None, (word.strip() for word in types.split(","))))
     with _bar() as progress:
         report = dequant.run(progress, quick=quick, types=names)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command(
@@ -231,6 +261,7 @@ def bench_dequant(
 def bench_transformers(
     *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     scratch: Scratch = Path(".bench"),
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 3,
@@ -259,7 +290,7 @@ def bench_transformers(
     )
     with _bar() as progress:
         report = answers.run(progress, scratch, settings)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command(
@@ -270,13 +301,14 @@ def bench_transformers(
 def bench_cuda(
     *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     scratch: Scratch = Path(".bench"),
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 3, with --quick 2.")] = 0,
 ) -> None:
     with _bar() as progress:
         report = cuda.run(progress, scratch, quick=quick, rounds=rounds)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 @app.command(
@@ -288,12 +320,12 @@ def bench_curve(
     file: TraceFile,
     as_json: AsJson = False,
     slots: Slots = "",
-    picture: Picture = None,
+    plot: Picture = None,
 ) -> None:
     with _bar() as progress:
         found = curve.run(progress, file, slots=_numbers("--slots", slots, 1, 2**21) or ())
-    if picture is not None:
-        found.plot(picture)
+    if plot is not None:
+        found.plot(plot)
     found.show(as_json=as_json)
 
 
@@ -322,7 +354,7 @@ def bench_replay(
     tokens: Annotated[int, typer.Option("--tokens", min=0, help="Of the trace; 0: all.")] = 0,
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 5.")] = 0,
     any_order: Annotated[bool, typer.Option("--any-order", help="By as_ready, not in_order.")] = False,
-    picture: Picture = None,
+    plot: Picture = None,
 ) -> None:
     if size % 4:
         raise ConfigError(f"--expert-kib {size}: a multiple of 4 is wanted")
@@ -339,8 +371,8 @@ def bench_replay(
     )
     with _bar() as progress:
         report = replay.run(progress, scratch, file, settings)
-    if picture is not None:
-        replay.plot(report, picture)
+    if plot is not None:
+        replay.plot(report, plot)
     _show(report, as_json)
 
 
@@ -374,7 +406,7 @@ def bench_speculate(
     ] = speculation.WORKERS,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Counted in each round.")] = 12,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 12,
-    picture: Picture = None,
+    plot: Picture = None,
 ) -> None:
     settings = speculation.Settings(
         guesses=_numbers("--guesses", guesses, 0, 64),
@@ -391,8 +423,8 @@ def bench_speculate(
     )
     with _bar() as progress:
         report = speculation.run(progress, scratch, trace, settings)
-    if picture is not None:
-        speculation.plot(report, picture)
+    if plot is not None:
+        speculation.plot(report, plot)
     _show(report, as_json)
 
 
@@ -402,7 +434,9 @@ def bench_speculate(
     "Example: smoe-mp bench prewarm --prompts 8,128",
 )
 def bench_prewarm(
+    *,
     as_json: AsJson = False,
+    plot: Picture = None,
     quick: Quick = False,
     prompts: Annotated[str, typer.Option("--prompts", metavar="N,N", help="Their lengths in bytes.")] = "",
     slots: Annotated[
@@ -413,7 +447,7 @@ def bench_prewarm(
     lengths = _numbers("--prompts", prompts, 1, 2000)
     with _bar() as progress:
         report = prewarming.run(progress, quick=quick, prompts=lengths, slots=slots, rounds=rounds)
-    _show(report, as_json)
+    _show(report, as_json, plot)
 
 
 def _shares(flag: str, text: str) -> tuple[float, ...]:
@@ -440,8 +474,10 @@ def _bar() -> Iterator[Progress]:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def _show(report: Report, as_json: bool) -> None:
+def _show(report: Report, as_json: bool, path: Path | None = None) -> None:
     if as_json:
         print(json.dumps(report.plain(), indent=2))
     else:
         report.draw(Console())
+    if path is not None:
+        picture.draw(report, path)
