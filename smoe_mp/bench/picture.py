@@ -26,9 +26,8 @@ def draw(report: Report, path: Path) -> None:
     panels: dict[str, list[Figure]] = {}
     for figure in report.figures:
         panels.setdefault(figure.unit, []).append(figure)
-    heights = [
-        HEAD + ROW * len(rows) for rows in (*panels.values(), *([report.shares] * bool(report.shares)))
-    ]
+    counts = [len(rows) for rows in panels.values()] + [len(report.shares)] * bool(report.shares)
+    heights = [HEAD + ROW * count for count in counts]
     picture = plots.figure(WIDTH, sum(heights) or HEAD)
     picture.suptitle(f"bench {report.bench}", fontsize="medium")
     axes = iter(_panels(picture, heights))
