@@ -9,9 +9,11 @@ CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
 FUZZ_RUNS ?= 10000
+# Of tests/process, what may run beside other tests; the others have the machine for themselves.
+BESIDE := $(wildcard tests/process/test_bench*.py) tests/process/test_packaging.py
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench tiny clean setup
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench tiny clean setup torch
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -26,8 +28,8 @@ ctest: $(VENV)/.ready ## the C tests alone
 
 pytest: $(VENV)/.torch ## the Python tests alone
 	@status=0; \
-	$(PY) -m pytest -q -n 2 tests/unit tests/torch tests/fuzz || status=1; \
-	$(PY) -m pytest -q tests/process tests/chaos || status=1; \
+	$(PY) -m pytest -q -n 2 tests/unit tests/torch tests/fuzz $(BESIDE) || status=1; \
+	$(PY) -m pytest -q $(BESIDE:%=--ignore=%) tests/process tests/chaos || status=1; \
 	exit $$status
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made
@@ -71,6 +73,8 @@ tiny: $(VENV)/.ready ## pack the small model anew from its checkpoint, CHECKPOIN
 	cp $(CHECKPOINT)/config.json smoe_mp/tiny/config.json
 
 setup: $(VENV)/.ready ## only the virtual environment
+
+torch: $(VENV)/.torch ## torch into it, for tests/torch
 
 $(VENV)/.ready: $(SOURCES)
 	@csrc/toolcheck.sh $(PYTHON)
