@@ -3,7 +3,7 @@
 The tests drive many processes against each other, so a machine that is not run for seconds can bring about an
 order that a test did not think of.  That is a fault, mostly of the test, and is to be mended; but it says
 nothing of a change.  So: at most MOST failed tests are run TIMES times more, by themselves, and each time all
-of them must pass.  They are named in the output as UNSTEADY either way.
+of them must pass.  Then they are named in the output as UNSTEADY.
 """
 
 from __future__ import annotations

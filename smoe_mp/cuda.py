@@ -181,6 +181,9 @@ class ExpertCache:
         self.stats = CacheStats()
         #: By layer: parameters of a model as views over all slots, for whoever computes on them.
         self.stacks: dict[int, dict[str, torch.Tensor | None]] = {}
+        #: Layers whose experts differ in their tensors: no such view is of all of them.
+        self.mixed: set[int] = set()
+        self._first: dict[int, dict[str, TensorInfo]] = {}  # by layer: the first expert's
         #: All slots, uint8 [slots, slot_bytes].
         self.memory = torch.empty((self.slots, self.slot_bytes), dtype=torch.uint8, device=self.device)
         self._empty = [_Slot(i, self.memory[i]) for i in reversed(range(self.slots))]
@@ -240,6 +243,8 @@ class ExpertCache:
         there, runs = packed(expert.tensors)
         if sum(runs[-1][1:]) > self.slot_bytes:
             raise RingError(f"{expert!r}: has more tensors than a slot in GPU memory has room for")
+        if self._first.setdefault(key[0], there) != there:
+            self.mixed.add(key[0])
         slot = self._free_slot()
         slot.tensors, slot.holds = there, 1
         self._used[key] = slot

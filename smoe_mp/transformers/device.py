@@ -60,11 +60,12 @@ def run_on_device(layer: Any, module: Any, hidden: Any, index: Any, scores: Any)
     inverse = inverse.reshape(asked.shape)
     decoding = layer.stream.decoding and len(wanted) <= cache.slots
     stacks = cache.stacks.get(layer.number, {})
-    if decoding and stacks and None not in stacks.values():
+    if decoding and stacks and None not in stacks.values() and layer.number not in cache.mixed:
         with cache.hold(layer.number, wanted) as held:
-            layer.guess(wanted, asked.shape[-1])
-            places = np.array([expert.slot for expert in held])[inverse]
-            return _run("batched_mm", _Stacked(module, stacks, cache.slots), hidden, places, scores)
+            if layer.number not in cache.mixed:
+                layer.guess(wanted, asked.shape[-1])
+                places = np.array([expert.slot for expert in held])[inverse]
+                return _run("batched_mm", _Stacked(module, stacks, cache.slots), hidden, places, scores)
     weights = _gathered(layer, cache, wanted, hidden.device)
     layer.guess(wanted, asked.shape[-1])
     stacked = _Stacked(module, weights, len(wanted))
@@ -89,7 +90,7 @@ def _gathered(layer: Any, cache: ExpertCache, wanted: Sequence[int], device: Any
             for name, weight in layer.weights.items():
                 part = weights[name][start : start + len(held)]
                 stack = cache.stacks[layer.number][name]
-                if stack is not None:
+                if stack is not None and layer.number not in cache.mixed:
                     torch.index_select(stack, 0, slots, out=part)
                     continue
                 for out, expert in zip(part, held, strict=True):

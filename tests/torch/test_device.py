@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,25 @@ def test_experts_whose_parts_lie_as_the_model_wants_them_are_not_copied(
     assert all(s is not None and s.untyped_storage().data_ptr() == cache.memory.data_ptr() for s in stacks)
     cache.close()
     assert cache.stacks == {}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_that_differ_within_a_layer_are_taken_one_by_one(
+    device: str, tmp_path: Path, streamed: Streamed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(tensors: Any) -> Any:
+        there, runs = packed(tensors)
+        if next(iter(tensors.values())).offset % 8192 < 4096:  # some of them lie 64 bytes further on
+            there = {n: replace(t, offset=t.offset + 64) for n, t in there.items()}
+            runs = [(start, to + 64, size) for start, to, size in runs]
+        return there, runs
+
+    monkeypatch.setattr("smoe_mp.cuda.packed", odd)
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16, fused=True)
+    model = streamed(path)
+    cache = with_cache(model, 100, device)
+    assert_same(model, grouped(path, device), device)
+    assert cache.mixed
 
 
 @pytest.mark.parametrize("device", DEVICES)
