@@ -62,7 +62,22 @@ AVX2 static bool any_of_64_avx2(const _Atomic uint64_t *w) {
     return !_mm256_testz_si256(all, all);
 }
 
+#define AVX512 __attribute__((target("avx512f")))
+
+AVX512 static __m512i eight(const _Atomic uint64_t *w, uint32_t at) {
+    return _mm512_loadu_si512((const void *)(w + at));
+}
+
+AVX512 static uint64_t least_of_64_avx512(const _Atomic uint64_t *w) {
+    __m512i m[4] = {eight(w, 0), eight(w, 8), eight(w, 16), eight(w, 24)};
+    for (uint32_t k = 0; k < 4; k++)
+        m[k] = _mm512_min_epu64(m[k], eight(w, 32 + 8 * k));
+    return _mm512_reduce_min_epu64(_mm512_min_epu64(_mm512_min_epu64(m[0], m[1]), _mm512_min_epu64(m[2], m[3])));
+}
+
 uint64_t least_of_64(const _Atomic uint64_t *w) {
+    if (__builtin_cpu_supports("avx512f"))
+        return least_of_64_avx512(w);
     return __builtin_cpu_supports("avx2") ? least_of_64_avx2(w) : least_of_64_plain(w);
 }
 
