@@ -9,10 +9,8 @@ CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
 FUZZ_RUNS ?= 10000
-# Of tests/process, what may run beside other tests; the others have the machine for themselves.
-BESIDE := $(wildcard tests/process/test_bench*.py) $(patsubst %,tests/process/test_%.py, \
-    capi demo_run engine_ring exact_counts fork_and_tracker gguf_ring hung_reads in_order lru_traces pack_process \
-    packaging ring source_contract typed_views verified_reads)
+# Tests that want the machine for themselves; all others run two at a time.
+ALONE := tests/process/test_chaos_short.py tests/chaos
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench tiny clean setup torch
@@ -30,8 +28,8 @@ ctest: $(VENV)/.ready ## the C tests alone
 
 pytest: $(VENV)/.torch ## the Python tests alone
 	@status=0; \
-	$(PY) -m pytest -q -n 2 tests/unit tests/torch tests/fuzz $(BESIDE) || status=1; \
-	$(PY) -m pytest -q --durations=25 $(BESIDE:%=--ignore=%) tests/process tests/chaos || status=1; \
+	$(PY) -m pytest -q -n 2 --durations=25 $(ALONE:%=--ignore=%) || status=1; \
+	$(PY) -m pytest -q $(ALONE) || status=1; \
 	exit $$status
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made

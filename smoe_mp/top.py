@@ -292,16 +292,22 @@ class Top:
         self.view = View(name, observer.slot_bytes, observer.layers * observer.top_k)
         self._sample = self._before = take(observer)
         self._asked = -STATUS_EVERY_S
+        self._paused: bool | None = None  # what was asked of the prewarm process, until it says so itself
 
     def step(self) -> None:
         """Look again.  Raises RingReplaced when the ring is gone."""
         self._before, self._sample = self._sample, take(self._observer)
         if self._sample.state == "gone":
             raise RingReplaced(f"ring {self.view.name}: it was removed")
+        if self._paused == self._is_paused():
+            self._paused = None
         self.view.waits.append(wait_of(self._sample, self._before, self.view.token_experts))
         if self._sample.time - self._asked >= STATUS_EVERY_S:
             self._asked = self._sample.time
             self._ask()
+
+    def _is_paused(self) -> bool:
+        return PREWARM_STATES[self._sample.prewarm[0]] == "paused"
 
     def _ask(self) -> None:
         try:
@@ -317,8 +323,9 @@ class Top:
         """Do what the key asks for; False: it is quit."""
         try:
             if key == "p":
-                paused = PREWARM_STATES[self._sample.prewarm[0]] == "paused"
+                paused = self._is_paused() if self._paused is None else self._paused
                 self._control.call(Prewarm(action="resume" if paused else "pause"))
+                self._paused = not paused
                 self.view.note = "prewarm goes on" if paused else "prewarm is paused"
             elif key in "+-":
                 count = len(self._control.call(Status(memory=False)).workers)

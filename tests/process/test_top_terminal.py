@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -49,13 +50,12 @@ class Terminal:
         os.write(self._fd, key.encode())
 
     def end(self) -> int:
-        """Read what is left, so that it can end; its exit status."""
-        while self.process.poll() is None:
-            if select.select([self._fd], [], [], 0.1)[0]:
-                try:
+        """Read all that is left, so that it can end; its exit status."""
+        deadline = time.monotonic() + LIMIT_S
+        with contextlib.suppress(OSError):  # EIO: nobody has the inner side open any more
+            while time.monotonic() < deadline:
+                if select.select([self._fd], [], [], 0.1)[0]:
                     self.shown += os.read(self._fd, 65_536).decode(errors="replace")
-                except OSError:
-                    break
         return self.process.wait(LIMIT_S)
 
     def __enter__(self) -> Terminal:
