@@ -64,6 +64,9 @@ PREWARM_WORDS = {
 }
 PREWARM_STATES = ("not running", "idle", "running", "resting: a client is busy", "paused", "ring too small")
 #: How long a name may stay half-made before it is taken for abandoned.
+HUGE_PAGES = "2 MiB huge pages"
+SMALL_PAGES_BYTES = 1 << 30  # of a ring, from which on its small pages are worth a word
+
 _SETTLE_S = 2.0
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module yet
 
@@ -517,7 +520,20 @@ def _pages_got(fd: int) -> str:
             total += int(line.split()[1])
     if not huge:
         return small
-    return "2 MiB huge pages" if huge >= total else f"{huge * 100 // total}% 2 MiB huge pages, else {small}"
+    return HUGE_PAGES if huge >= total else f"{huge * 100 // total}% {HUGE_PAGES}, else {small}"
+
+
+def small_pages_note(pages: str, data_bytes: int, folder: str = "/dev/shm") -> str:
+    """What to do where a large ring has small pages, as told by `_pages_got`; "": nothing.
+
+    /dev/shm is a mount of tmpfs and goes by its own option; transparent_hugepage/shmem_enabled is for memory
+    that lies in no mount (kernel documentation, admin-guide/mm/transhuge)."""
+    if data_bytes < SMALL_PAGES_BYTES or HUGE_PAGES in pages or not os.path.isdir(folder):
+        return ""
+    return (
+        f"the ring has {pages}: with {HUGE_PAGES} reads cost less; `mount -o remount,huge=advise {folder}`"
+        " allows them to rings made from then on (docs/operations.md)"
+    )
 
 
 def _geometry(t: tables.Tables, slots: int, slot_bytes: int, **settings: int) -> Any:

@@ -492,6 +492,8 @@ class Supervisor:
             f"ring: {how}{made.n_slots} slots x {human_bytes(made.slot_bytes)} ="
             f" {human_bytes(made.data_bytes)}, {made.pages}"
         )
+        if note := segments.small_pages_note(made.pages, made.data_bytes):
+            self._say(f"note: {note}")
         if self._config.ring.lock and (refused := made.lock_pages()):
             self._warn(f"the ring is not locked in memory: {refused}; going on without")
 

@@ -410,6 +410,7 @@ for slots in map(int, sys.argv[2:]):
         smoe_mp.attach("space").close()
         made.remove()
         print(slots, "made")
+        print(made.pages, file=sys.stderr)
     assert os.listdir("/dev/shm") == [], os.listdir("/dev/shm")
 """
 
@@ -453,6 +454,23 @@ def test_a_shared_memory_without_a_limit(tmp_path: Path) -> None:
     """tmpfs's size=0 means no limit; statvfs then says 0 blocks, 0 free."""
     lines = in_own_shm("size=0", str(tmp_path / "s"), "4").stdout.splitlines()
     assert lines == ["4 made"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("huge", ["never", "advise"])
+def test_which_pages_a_ring_gets(tmp_path: Path, huge: str) -> None:
+    """They are the mount's to give; the remedy that the note names is the one that helps."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("this kernel has no transparent huge pages")
+    pages = in_own_shm(f"size=64m,huge={huge}", str(tmp_path / "s"), "8").stderr.strip()
+    note = segments.small_pages_note(pages, 1 << 30)
+    if huge == "advise":
+        assert "2 MiB huge pages" in pages  # of so few some lie across a boundary
+        assert note == ""
+    else:
+        assert pages.endswith("KiB pages")
+        assert "mount -o remount,huge=advise /dev/shm" in note
+    assert segments.small_pages_note(pages, (1 << 30) - 1) == ""
 
 
 @pytest.mark.parametrize("slots", [0, 65536, 2**31])
