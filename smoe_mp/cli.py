@@ -518,6 +518,10 @@ def run(
         float | None,
         typer.Option("--gpu-cache-gb", metavar="GB", help="With cuda: of experts kept in GPU memory."),
     ] = None,
+    look_ahead: Annotated[
+        int,
+        typer.Option("--look-ahead", metavar="N", min=0, help="Experts of the next layer to guess; 0: none."),
+    ] = 0,
     ring_slots: Annotated[
         int | None, typer.Option("--ring-slots", metavar="N", min=1, max=65535, help="Slots of its own ring.")
     ] = None,
@@ -554,6 +558,7 @@ def run(
             as_json=as_json,
             device=device,
             gpu_cache_gb=gpu_cache_gb,
+            look_ahead=look_ahead,
         )
     )
 

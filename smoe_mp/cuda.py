@@ -224,6 +224,10 @@ class ExpertCache:
         self.stacks.clear()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        """Is the expert (layer, expert) in GPU memory?"""
+        return key in self._used
+
     def _hold_resident(self, layer: int, experts: Sequence[int], held: dict[int, _Slot]) -> list[int]:
         """Hold what is there; the others."""
         missing = []

@@ -123,7 +123,7 @@ class Speaker:
         **where: Any,
     ) -> None:
         """Load the model at `path` with its experts from the running `ring`.  `threads`: torch's, 0: as it
-        chooses; `where`: `device` and `gpu_cache_gb` of `smoe_mp.transformers.load`."""
+        chooses; `where`: `device`, `gpu_cache_gb` and `look_ahead` of `smoe_mp.transformers.load`."""
         self._torch: Any = importlib.import_module("torch")
         hub: Any = importlib.import_module("transformers")
         streamed: Any = importlib.import_module("smoe_mp.transformers")
@@ -363,6 +363,7 @@ def speak(
     as_json: bool = False,
     device: str = "cpu",
     gpu_cache_gb: float | None = None,
+    look_ahead: int = 0,
 ) -> int:
     """What `smoe-mp run` does; returns the exit status.  `options`: of the private system."""
     if as_json and prompt is None:
@@ -372,7 +373,7 @@ def speak(
     path = models.resolve(model)
     with served(path, ring, options or {}) as name:
         say = (lambda piece: None) if as_json else printer()
-        where = {"device": device, "gpu_cache_gb": gpu_cache_gb}
+        where = {"device": device, "gpu_cache_gb": gpu_cache_gb, "look_ahead": look_ahead}
         speaker = Speaker(path, name, sampling, say, threads, **where)
         conversation = Conversation(speaker.text, system=system, raw=raw)
         if prompt is not None:

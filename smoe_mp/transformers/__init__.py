@@ -72,6 +72,7 @@ def load(
     threads: int = 1,
     device: str = "cpu",
     gpu_cache_gb: float | None = None,
+    look_ahead: int = 0,
     **kwargs: Any,
 ) -> Any:
     """The model at `path` as an ordinary PreTrainedModel whose routed experts come from a ring.
@@ -86,11 +87,16 @@ def load(
     of experts in GPU memory of `gpu_cache_gb` (10^9 bytes; None: as many as there are, at most half of what
     is free); its results are those of `experts_implementation="grouped_mm"`.
 
+    `look_ahead`: at decode, so many experts of the next layer are guessed for each sequence, by asking that
+    layer's router ahead of time; 0: none.  It changes when experts are read, and nothing else.
+
     Raises ModelError for a family, an argument or a device that is not supported and for a ring of another
     model; VaultError for files that do not add up or lack weights; and what `attach` raises.
     """
     _check_arguments(kwargs)
     where = _check_device(device, gpu_cache_gb)
+    if look_ahead < 0:
+        raise ModelError(f"look_ahead={look_ahead!r}: a number of experts is wanted, 0 for none")
     checkpoint = open_checkpoint(path, config)
     owner = private_system(checkpoint.path, **(system or {})) if ring is None else None
     try:
@@ -98,7 +104,7 @@ def load(
         _check_ring(attached, checkpoint)
         model = _load(checkpoint, kwargs)
         model._smoe_stream.threads = threads
-        bind(model, attached)
+        bind(model, attached, look_ahead)
         if where.type != "cpu":
             _onto(model, attached, where, gpu_cache_gb)
     except BaseException:

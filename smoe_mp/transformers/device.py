@@ -64,10 +64,12 @@ def run_on_device(layer: Any, module: Any, hidden: Any, index: Any, scores: Any)
         with cache.hold(layer.number, wanted) as held:
             if layer.number not in cache.mixed:
                 layer.guess(wanted, asked.shape[-1])
+                layer.foretell()
                 places = np.array([expert.slot for expert in held])[inverse]
                 return _run("batched_mm", _Stacked(module, stacks, cache.slots), hidden, places, scores)
     weights = _gathered(layer, cache, wanted, hidden.device)
     layer.guess(wanted, asked.shape[-1])
+    layer.foretell()
     stacked = _Stacked(module, weights, len(wanted))
     return _run("batched_mm" if decoding else "grouped_mm", stacked, hidden, inverse, scores)
 

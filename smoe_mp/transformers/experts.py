@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise
 from math import prod
@@ -41,7 +41,7 @@ __all__ = ["IMPLEMENTATION", "ExpertLayer", "Recipe", "Stream", "StreamedWeight"
 #: The name under which transformers knows the function below.
 IMPLEMENTATION = "smoe"
 
-#: Rows of a router's output whose further ranks are guessed from: a batch of sequences at decode.
+#: Rows of a router's output that guesses are made from: a batch of sequences at decode.
 GUESS_ROWS = 8
 
 #: What the names of MXFP4 blocks and of their scales end in.
@@ -63,6 +63,7 @@ class Stream:
         self.threads = 1
         self.cache: Any = None  # an ExpertCache, where the model computes on a GPU
         self.decoding = False  # in the decoding stage of `generate`
+        self.look_ahead = 0  # experts of the next layer that are guessed
         self.local = threading.local()
 
     @property
@@ -276,6 +277,8 @@ class ExpertLayer:
         self.number = number
         self.name = name
         self.weights: dict[str, StreamedWeight] = {}
+        self.next: ExpertLayer | None = None
+        self._router: Callable[[Any], Any] | None = None  # what it gives for hidden states, once it was seen
 
     @property
     def n_experts(self) -> int:
@@ -291,9 +294,27 @@ class ExpertLayer:
             )
         return running.expert(expert)
 
-    def saw_scores(self, scores: Any) -> None:
-        """What the router gave to all experts, for the guesses of the pass that follows."""
-        self.stream.local.scores = self.number, scores
+    def saw_router(self, router: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """The layer's router was called: for the guesses of the pass that follows, and of the one before the
+        next."""
+        if not args:
+            return
+        hidden, *rest = args
+        self._router = lambda states: router.forward(states, *rest, **kwargs)  # not its hooks
+        self.stream.local.hidden = self.number, hidden
+        self.stream.local.scores = self.number, self._scores_of(output)
+
+    def _scores_of(self, output: Any) -> Any:
+        """What a router gave to each expert [rows, experts]; None where it tells that of the chosen alone."""
+        parts = output if isinstance(output, tuple | list) else [output]
+        for part in parts:
+            if (
+                isinstance(part, torch.Tensor)
+                and part.is_floating_point()
+                and part.shape[-1] == self.n_experts
+            ):
+                return part.reshape(-1, self.n_experts)
+        return None
 
     def guesses(self, used: Sequence[int], top_k: int, ranks: int) -> list[int]:
         """Experts of the ranks behind the first `top_k`, best first."""
@@ -301,9 +322,8 @@ class ExpertLayer:
         self.stream.local.scores = None, None
         if layer != self.number or scores is None:
             return []
-        rows = scores.reshape(-1, scores.shape[-1])
-        rows = rows if len(rows) <= GUESS_ROWS else rows[-1:]
-        order = rows.topk(min(rows.shape[-1], top_k + ranks)).indices[:, top_k:].t().flatten().tolist()
+        rows = scores if len(scores) <= GUESS_ROWS else scores[-1:]
+        order = rows.topk(min(self.n_experts, top_k + ranks)).indices[:, top_k:].t().flatten().tolist()
         return [e for e in dict.fromkeys(order) if e not in used]
 
     def guess(self, used: Sequence[int], top_k: int) -> None:
@@ -311,6 +331,39 @@ class ExpertLayer:
         ring = self.stream.ring
         if (ranks := ring.speculation_ranks) and (guesses := self.guesses(used, top_k, ranks)):
             ring.speculate(self.number, guesses)
+
+    def foretell(self) -> None:
+        """Guess experts of the next layer: those that its router names for this layer's hidden states.
+
+        A layer changes them little, so most are right (Eliseev and Mazur, arXiv 2312.17238).  Told when all
+        of this layer's experts are there, so that no read of a guess is in the way of a demand.  Not of
+        prompts, which want nearly all of a layer.
+        """
+        number, hidden = getattr(self.stream.local, "hidden", (None, None))
+        to, n = self.next, self.stream.look_ahead
+        if number != self.number or hidden is None or not n or to is None or to._router is None:
+            return
+        if hidden.numel() > GUESS_ROWS * hidden.shape[-1]:
+            return
+        with torch.no_grad():
+            named = to._named(to._router(hidden), n)
+        cache = self.stream.cache
+        if guesses := [e for e in named if cache is None or (to.number, e) not in cache]:
+            self.stream.ring.speculate(to.number, guesses)
+
+    def _named(self, output: Any, n: int) -> list[int]:
+        """The first `n` experts for each row of a router's output, the first of every row before the second:
+        those that it chose (by more than the scores, in some families), then by scores."""
+        parts = output if isinstance(output, tuple | list) else [output]
+        chosen = [p for p in parts if isinstance(p, torch.Tensor) and p.dtype in (torch.int64, torch.int32)]
+        ranked = [p.reshape(-1, p.shape[-1])[:, :n] for p in chosen[:1]]
+        scores = self._scores_of(output)
+        if scores is not None and not (ranked and ranked[0].shape[1] == n):
+            ranked.append(scores.topk(min(n, self.n_experts)).indices)
+        if not ranked:
+            return []
+        rows = torch.cat(ranked, dim=1)
+        return list(dict.fromkeys(rows.t().flatten().tolist()))[: n * len(rows)]
 
     def run(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The family's eager forward on streamed weights."""
@@ -354,6 +407,7 @@ class Pass:
         self._wanted, self._top_k = wanted, top_k
         self._waves = layer.stream.ring.in_order(layer.number, wanted)
         self._current: Expert | None = None
+        self._foretold = False
 
     def expert(self, expert: int) -> Expert:
         first = self._current is None
@@ -366,6 +420,9 @@ class Pass:
             self.layer.guess(self._wanted, self._top_k)
         if self._current.expert != expert:
             raise self._out_of_order(expert)
+        if expert == self._wanted[-1] and not self._foretold:
+            self._foretold = True
+            self.layer.foretell()
         return self._current
 
     def close(self) -> None:

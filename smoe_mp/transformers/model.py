@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,15 +42,20 @@ def streamed_class(cls: Any, source: Source) -> Any:
     return type(cls.__name__, (cls,), {**names, **_overrides(cls)})
 
 
-def bind(model: Any, ring: Ring) -> None:
-    """Let the experts of a model of `streamed_class` come from `ring`.
+def bind(model: Any, ring: Ring, look_ahead: int = 0) -> None:
+    """Let the experts of a model of `streamed_class` come from `ring`; `look_ahead`: how many of the next
+    layer's are guessed.
 
     Parameters go on requiring gradients, although none can be had: torch.matmul chooses its kernel by that,
     and results would differ in their last bits from the resident model's.
     """
     model._smoe_stream.bind(ring)
-    if ring.speculation_ranks:
-        for layer in model._smoe_layers.values():
+    model._smoe_stream.look_ahead = look_ahead
+    layers = [layer for _, layer in sorted(model._smoe_layers.items())]
+    for layer, following in pairwise(layers):
+        layer.next = following
+    if ring.speculation_ranks or look_ahead:
+        for layer in layers:
             _watch_router(model, layer)
 
 
@@ -171,18 +177,12 @@ class _Experts:
 
 
 def _watch_router(model: Any, layer: ExpertLayer) -> None:
-    """Have the layer told of the router's scores, where the router gives some for every expert."""
+    """Have the layer told of what its router is given and gives."""
     parent = model.get_submodule(layer.name.rpartition(".")[0])
-
-    def hook(_module: Any, _args: Any, output: Any) -> None:
-        parts = output if isinstance(output, tuple | list) else [output]
-        scores = (p for p in parts if isinstance(p, torch.Tensor) and p.is_floating_point())
-        layer.saw_scores(next((p for p in scores if p.shape[-1] == layer.n_experts), None))
-
     for name in _ROUTERS:
         router = getattr(parent, name, None)
         if isinstance(router, torch.nn.Module):
-            router.register_forward_hook(hook)
+            router.register_forward_hook(layer.saw_router, with_kwargs=True)
 
 
 # --- what streamed experts cannot do -----------------------------------------------------------------------

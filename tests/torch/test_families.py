@@ -67,3 +67,15 @@ def test_logits_and_tokens_are_those_of_the_resident_model(
     dense = sum(p.numel() for name, p in reference.named_parameters() if ".experts." not in name)
     assert sum(p.numel() for p in model.parameters()) == dense
     assert_alike(model, reference)
+
+
+@pytest.mark.parametrize("family", tinymodels.FAMILIES)
+def test_looking_ahead_changes_no_token(family: str, tmp_path: Path, streamed: Callable[..., Any]) -> None:
+    """Routers differ in what they take and give; each is asked ahead of time by its own way."""
+    path = tinymodels.write(family, tmp_path / "model", torch.bfloat16)
+    model, reference = streamed(path, look_ahead=2), resident(path)
+    ring, told = smoe_mp.transformers.ring_of(model), []
+    speculate = ring.speculate
+    ring.speculate = lambda layer, experts: told.append(layer) or speculate(layer, experts)
+    assert_alike(model, reference)
+    assert set(told) == set(sorted(model._smoe_layers)[1:])

@@ -194,6 +194,44 @@ def test_the_next_ranks_of_the_router_are_guessed(path: Path, reference: Any, st
     assert any(len(guesses) == 2 for _, guesses in asked)
 
 
+def test_the_next_layers_router_is_asked_ahead(path: Path, reference: Any, streamed: Load) -> None:
+    """What is guessed of layer 1 is what its router makes of layer 0's hidden states, told behind layer 0's
+    last expert; of a prompt nothing is, and behind the last layer nothing."""
+    model = streamed(path, slots=32, look_ahead=3)
+    ring = smoe_mp.transformers.ring_of(model)
+    asked: list[tuple[int, list[int]]] = []
+    speculate = ring.speculate
+    ring.speculate = lambda layer, experts: asked.append((layer, list(experts))) or speculate(layer, experts)
+    states = []
+    gates = [block.mlp.gate for block in model.model.layers]
+    gates[0].register_forward_hook(lambda _m, args, _out: states.append(args[0]))
+    ids = prompt(1)
+    assert torch.equal(model.generate(ids, **GREEDY), reference.generate(ids, **GREEDY))
+    decoded = [s.reshape(-1, s.shape[-1]) for s in states if s.numel() == s.shape[-1]]
+    assert len(decoded) == len(states) - 1 > 1
+    wanted = [(s @ gates[1].weight.T)[0].topk(3).indices.tolist() for s in decoded]
+    assert asked == [(1, named) for named in wanted]
+    assert ring.stats()["guess_hits"] + ring.stats()["promoted"] > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_looking_further_than_the_router_chooses(path: Path, streamed: Load, rows: int) -> None:
+    model = streamed(path, slots=32, look_ahead=6)
+    ring = smoe_mp.transformers.ring_of(model)
+    asked: list[list[int]] = []
+    ring.speculate = lambda layer, experts: asked.append(list(experts))
+    model.generate(prompt(rows), **GREEDY)
+    assert asked
+    for named in asked:
+        assert len(set(named)) == len(named) <= 6 * rows
+        assert len(named) >= 6
+
+
+def test_no_negative_number_of_guesses(path: Path) -> None:
+    with pytest.raises(ModelError, match="look_ahead=-1"):
+        smoe_mp.transformers.load(path, look_ahead=-1)
+
+
 def test_a_private_system_ends_with_the_model(path: Path, reference: Any) -> None:
     model = smoe_mp.transformers.load(path, system={"slots": 10, "workers": 2})
     name = smoe_mp.transformers.ring_of(model).name
