@@ -15,7 +15,7 @@ BESIDE := $(wildcard tests/process/test_bench*.py) $(patsubst %,tests/process/te
     packaging ring source_contract typed_views verified_reads)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench tiny clean setup torch
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model wheels chaos fuzz bench tiny clean setup torch
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -60,6 +60,9 @@ arm: $(VENV)/.ready ## compile everything in C for Linux on arm64 and run its te
 
 model: ## check the protocol's model with spin
 	@tests/model/run.sh
+
+wheels: $(VENV)/.ready ## sdist and wheel, built and tried in a new environment of every Python from 3.11 on
+	$(PY) tools/wheels.py
 
 chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
