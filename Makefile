@@ -13,7 +13,7 @@ FUZZ_RUNS ?= 10000
 ALONE := tests/process/test_chaos_short.py tests/chaos
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench tiny clean setup torch
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model wheels chaos fuzz bench tiny clean setup torch
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -35,7 +35,8 @@ pytest: $(VENV)/.torch ## the Python tests alone
 lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	@$(VENV)/bin/mypy & linux=$$!; \
+	$(VENV)/bin/mypy --platform darwin --cache-dir .mypy_cache/darwin; status=$$?; wait $$linux && exit $$status
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.c' '*.h' '*.cpp')
 
 format: $(VENV)/.ready ## let ruff and clang-format have their way
@@ -58,6 +59,9 @@ arm: $(VENV)/.ready ## compile everything in C for Linux on arm64 and run its te
 
 model: ## check the protocol's model with spin
 	@tests/model/run.sh
+
+wheels: $(VENV)/.ready ## sdist and wheel, built and tried in a new environment of every Python from 3.11 on
+	$(PY) tools/wheels.py
 
 chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)

@@ -303,6 +303,10 @@ uint32_t smoe_api_version(void) {
     return SMOE_API_VERSION;
 }
 
+uint32_t smoe_layout_version(void) {
+    return SMOE_ABI;
+}
+
 static const char *reason_words(int32_t os_error) {
     switch (os_error) {
     case SMOE_READ_SHORT:

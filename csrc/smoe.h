@@ -405,6 +405,8 @@ const char *smoe_strerror(int code);
 int smoe_error_text(const smoe_ring *ring, const smoe_error *error, char *text, uint32_t room);
 /* SMOE_API_VERSION of the library. */
 uint32_t smoe_api_version(void);
+/* The number of the memory layout that the library attaches, and no other (smoe_info's abi is a ring's). */
+uint32_t smoe_layout_version(void);
 
 /* --- Dequantisers: see dequant.c.  They need no ring. */
 

@@ -31,9 +31,11 @@ from rich.text import Text
 from smoe_mp import control_cli, log, models, segments, vault_cli
 from smoe_mp import detach as detaching
 from smoe_mp import inspect as inspecting
+from smoe_mp._native import lib
 from smoe_mp.bench.cli import app as bench_app
 from smoe_mp.completion import Name, running
 from smoe_mp.config import MIB, OPTIONS, LoadedConfig, for_model, load, render
+from smoe_mp.control import protocol
 from smoe_mp.control.client import ControlClient, check_served
 from smoe_mp.control.commands import (
     FileStatus,
@@ -101,7 +103,8 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"smoe-mp {version()}")
+        numbers = lib.smoe_api_version(), lib.smoe_layout_version(), protocol.VERSION
+        print("smoe-mp {} (C API {}, memory layout {}, control protocol {})".format(version(), *numbers))
         raise typer.Exit
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from smoe_mp.errors import ConfigError
-from smoe_mp.runtime import SOCKET_PATH_MAX, is_served
+from smoe_mp.platform import system
+from smoe_mp.runtime import is_served
 
 #: What `metrics.listen` may be; there is no address that other machines reach.
 PATTERN = r"^((127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\]|localhost):\d{1,5}|unix:/.+)?$"
@@ -76,8 +77,10 @@ class Listener:
 
     def _open_unix(self) -> socket.socket:
         assert self._path is not None
-        if (size := len(os.fsencode(self._path))) > SOCKET_PATH_MAX:
-            raise ConfigError(f"{self._what}: {size} bytes, and a socket's path may have {SOCKET_PATH_MAX}")
+        if (size := len(os.fsencode(self._path))) > system.SOCKET_PATH_MAX:
+            raise ConfigError(
+                f"{self._what}: {size} bytes, and a socket's path may have {system.SOCKET_PATH_MAX}"
+            )
         self._remove_stale(self._path)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

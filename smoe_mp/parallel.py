@@ -7,7 +7,6 @@ one at a time and in order, so no more are in memory than there are threads.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -24,14 +23,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from smoe_mp.platform import system
+
 T = TypeVar("T")
 
 __all__ = ["byte_bar", "cores", "run_all"]
 
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+cores = system.cores
 
 
 def run_all(count: int, work: Callable[[int], T], done: Callable[[T], object], threads: int) -> None:

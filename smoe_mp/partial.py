@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 
 from smoe_mp.errors import VaultError
+from smoe_mp.platform import system
 
 __all__ = ["SPARE_BYTES", "PartialFile", "free_bytes"]
 
@@ -70,9 +71,8 @@ class PartialFile:
         """Sync, drop from the page cache what was written, rename, sync the folder."""
         try:
             os.fsync(self._fd)
-            if hasattr(os, "posix_fadvise"):
-                # A vault will be read past the page cache; there it would only push out what others need.
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            # A vault will be read past the page cache; there it would only push out what others need.
+            system.drop_cached(self._fd, 0, 0)
             os.rename(self._partial, self.path)
             folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -29,7 +28,10 @@ from typing import Any
 import zmq
 
 from smoe_mp.errors import SmoeError
+from smoe_mp.platform import system
 from smoe_mp.runtime import printable
+
+ExitWatch = system.ExitWatch
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LINE_BYTES_MAX = 4096  # of a child's stderr; longer lines are cut
@@ -293,35 +295,5 @@ def reap_orphans(own: Collection[int]) -> None:
     `own`: pids of children that somebody here waits for.  One of these that has ended and is not reaped yet
     stands before others, which then are reaped by a later call.
     """
-    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, flags)) is not None and ended.si_pid not in own:
-            os.waitpid(ended.si_pid, os.WNOHANG)
-
-
-class ExitWatch:
-    """Waits for the end of a process that need not be a child; made while it surely lives.
-
-    `fd` can be read from that end on, so a loop may wait for it too.
-    """
-
-    def __init__(self, pid: int) -> None:
-        """Raises ProcessLookupError if there is no such process (or in another pid namespace)."""
-        self.pid = pid
-        if sys.platform == "darwin":
-            self._queue = select.kqueue()
-            event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
-            self._queue.control([event], 0)
-            self.fd = self._queue.fileno()
-        else:
-            self.fd = os.pidfd_open(pid)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the process ended within `timeout_s` seconds."""
-        return bool(select.select([self.fd], [], [], max(0.0, timeout_s))[0])
-
-    def close(self) -> None:
-        if sys.platform == "darwin":
-            self._queue.close()
-        else:
-            os.close(self.fd)
+    while (pid := system.ended_child()) and pid not in own:
+        os.waitpid(pid, os.WNOHANG)

@@ -19,6 +19,7 @@ from typing import Self
 
 from smoe_mp import segments
 from smoe_mp.errors import VaultError
+from smoe_mp.platform import system
 from smoe_mp.sources.base import Extent, Source, SourceFile
 
 __all__ = ["ReadFault", "SourceReader"]
@@ -112,8 +113,8 @@ class SourceReader:
                     f"{e.length} bytes at {e.offset}, but the file ended after {max(done - lead, 0)}",
                 )
             done = got
-        if self.modes[e.file] not in ("direct", "memory") and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, start, whole, os.POSIX_FADV_DONTNEED)
+        if self.modes[e.file] not in ("direct", "memory"):
+            system.drop_cached(fd, start, whole)
 
     def close(self) -> None:
         for fd in self._fds:
@@ -150,10 +151,10 @@ def _mode(file: SourceFile) -> tuple[str, int]:
 
 def _reads_directly(file: SourceFile) -> bool:
     """Whether the file's first page can be read past the page cache."""
-    if not hasattr(os, "O_DIRECT"):
+    if not system.O_DIRECT:
         return False
     try:
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | system.O_DIRECT)
     except OSError:
         return False
     try:
@@ -165,8 +166,7 @@ def _reads_directly(file: SourceFile) -> bool:
 
 
 def _open(file: SourceFile, *, direct: bool) -> int:
-    flags = os.O_RDONLY | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if direct else 0)
     try:
-        return os.open(file.path, flags)
+        return system.open_to_read(file.path, direct=direct)
     except OSError as error:
         raise VaultError(f"{file.path}: open: {error.strerror} (errno {error.errno})") from error

@@ -27,15 +27,12 @@ import importlib
 import os
 import socket
 import stat
-import struct
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from smoe_mp.errors import ConfigError, ControlError
-
-SOCKET_PATH_MAX = 103 if sys.platform == "darwin" else 107  # bytes in sockaddr_un.sun_path, less the NUL
+from smoe_mp.platform import system
 
 
 @functools.cache
@@ -74,7 +71,7 @@ def group_id(group: str) -> int | None:
     """
     if not group:
         return None
-    if sys.platform == "darwin":
+    if not system.SEGMENTS_HAVE_GROUPS:
         raise ConfigError(f'access.group = "{group}": shared memory has no group on macOS; leave it empty')
     try:
         gid = int(group) if group.isascii() and group.isdigit() else grp.getgrnam(group).gr_gid
@@ -193,9 +190,9 @@ def socket_path(name: str) -> Path:
     """
     path = runtime_folder() / (hashlib.blake2b(name.encode(), digest_size=8).hexdigest() + ".ctl")
     size = len(os.fsencode(path))
-    if size > SOCKET_PATH_MAX:
+    if size > system.SOCKET_PATH_MAX:
         raise ConfigError(
-            f"control socket {path}: {size} bytes, a socket's path may have {SOCKET_PATH_MAX};"
+            f"control socket {path}: {size} bytes, a socket's path may have {system.SOCKET_PATH_MAX};"
             " set SMOE_RUNTIME_DIR to a shorter folder"
         )
     return path
@@ -229,9 +226,7 @@ def serving_pid(path: Path) -> int:
         probe.setblocking(False)
         with contextlib.suppress(OSError):
             probe.connect(str(path))
-            if sys.platform == "darwin":
-                return probe.getsockopt(0, 2)  # SOL_LOCAL, LOCAL_PEERPID
-            return int(struct.unpack("iII", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+            return system.peer_pid(probe)
     return 0
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from smoe_mp.errors import VaultError
 from smoe_mp.partial import PartialFile
+from smoe_mp.platform import system
 from smoe_mp.sources.base import Source
 from smoe_mp.sources.checkpoint import Checkpoint, SafetensorsFile, StoredTensor
 
@@ -109,8 +110,7 @@ class _Files:
                     f"{file.path}: tensor {tensor.name!r}: {tensor.nbytes} bytes at {tensor.offset}, but the"
                     f" file ended after {done}"
                 )
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, tensor.offset + done, got, os.POSIX_FADV_DONTNEED)
+            system.drop_cached(fd, tensor.offset + done, got)
             done += got
             yield self._buffer[:got]
 

@@ -23,7 +23,6 @@ import mmap
 import os
 import re
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -45,6 +44,7 @@ from smoe_mp.errors import (
     SegmentSpaceError,
     VaultError,
 )
+from smoe_mp.platform import system
 from smoe_mp.sources.base import ExpertTable, PlainSource, Source, SourceFile
 
 #: With "/smoe." before and ".d" behind it a name fills the 30 characters that macOS allows.
@@ -217,11 +217,8 @@ def remove_orphan(name: str) -> None:
 
 
 def _check_space(fd: int, wanted: int, name: str) -> None:
-    st = os.fstatvfs(fd)
-    if st.f_blocks == 0:  # a tmpfs without a limit
-        return
-    free = st.f_bavail * st.f_frsize
-    if free < wanted:
+    free = system.segment_space(fd)
+    if free is not None and free < wanted:
         raise SegmentSpaceError(
             f"ring {name}: needs {wanted} bytes of shared memory, and its file system (/dev/shm) has {free} "
             f"free: give fewer slots, or more room (`mount -o remount,size=...`; in a container "
@@ -237,7 +234,7 @@ def _make_segment(name: str, ring: str) -> int:
     except posix_ipc.PermissionsError as e:
         raise SegmentError(f"ring {ring}: shared memory {name} cannot be made: {e}") from e
     try:
-        os.fchmod(segment.fd, 0o600)
+        system.set_segment_access(segment.fd, None, 0o600)
     except BaseException:
         os.close(segment.fd)
         posix_ipc.unlink_shared_memory(name)
@@ -248,13 +245,9 @@ def _make_segment(name: str, ring: str) -> int:
 def _open_to_group(ring: str, fds: Iterable[int], gid: int | None) -> None:
     """Have the group `gid` (None: nobody) share the segments with the descriptors `fds`, control first:
     clients write into that one, but only the owner's workers into the data."""
-    if sys.platform == "darwin":  # where shared memory has neither, and nobody gets here with a group
-        return
     try:
         for fd, mode in zip(fds, (0o660, 0o640), strict=True):
-            if gid is not None:
-                os.fchown(fd, -1, gid)
-            os.fchmod(fd, 0o600 if gid is None else mode)
+            system.set_segment_access(fd, gid, 0o600 if gid is None else mode)
     except OSError as error:
         raise SegmentError(f"ring {ring}: cannot set who may open it: {error.strerror}") from error
 

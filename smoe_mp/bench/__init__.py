@@ -28,6 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from smoe_mp.bench.stats import Goal, Ratio, Summary, Verdict, paired_ratio, summarize, verdict
+from smoe_mp.platform import system
 from smoe_mp.runtime import version
 
 __all__ = ["Figure", "Progress", "Report", "Share", "machine"]
@@ -226,7 +227,7 @@ def machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.release()}",
         "cpu": name,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": system.cores(),
         "virtual": virtual,
         "load_1min": os.getloadavg()[0],
     }

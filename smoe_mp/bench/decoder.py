@@ -41,6 +41,7 @@ import smoe_mp
 from smoe_mp import segments
 from smoe_mp._native import lib
 from smoe_mp.bench.lru import ExactLru, Key
+from smoe_mp.platform import system
 from smoe_mp.ring import Expert
 
 #: Columns of the matrices, float32: a row has 4096 bytes.
@@ -129,7 +130,7 @@ class BareReads:
             threading.Thread(target=self._serve, daemon=True).start()
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | system.O_DIRECT)
 
     def _serve(self) -> None:
         fd = self._open()

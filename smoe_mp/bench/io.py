@@ -36,6 +36,7 @@ from smoe_mp.bench import Figure, Progress, Report, Share, machine
 from smoe_mp.bench.rings import BenchRing, absent_first, bench_ring, flat_source, native_one
 from smoe_mp.bench.stats import Goal
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
+from smoe_mp.platform import system
 from smoe_mp.ring import Batch
 from smoe_mp.runtime import human_bytes
 
@@ -350,7 +351,7 @@ def drop_cache(path: Path) -> None:
     """Drop what the page cache has of a file; what is not written yet is written first."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        system.drop_cached(file.fileno(), 0, 0)
 
 
 def _is_whole(path: Path, size: int) -> bool:
@@ -364,14 +365,13 @@ def _writable(path: Path, more: int = 0) -> Iterator[int]:
     page cache is dropped at the end."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | more
     try:
-        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+        fd = os.open(path, flags | system.O_DIRECT, 0o600)
     except OSError:
         fd = os.open(path, flags, 0o600)
     try:
         yield fd
         os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        system.drop_cached(fd, 0, 0)
     finally:
         os.close(fd)
 

@@ -44,6 +44,7 @@ from smoe_mp.bench.io import SPARE_BYTES, Device, notes_on
 from smoe_mp.bench.randommoe import SEEN_TOKENS, Shape
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
 from smoe_mp.launch import clear
+from smoe_mp.platform import system
 from smoe_mp.run import check_extra
 from smoe_mp.runtime import human_bytes
 from smoe_mp.sizing import dense_bytes
@@ -454,7 +455,7 @@ def drop_caches(folder: Path) -> str:
     except OSError:
         for file in (path for path in folder.rglob("*") if path.is_file()):
             with file.open("rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                system.drop_cached(opened.fileno(), 0, 0)
         return "the model's files were"
     return "all files were"
 

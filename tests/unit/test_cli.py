@@ -75,11 +75,6 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
     return line.removeprefix("smoe-mp: error: ")
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out.startswith("smoe-mp ")
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str

@@ -270,6 +270,18 @@ def test_a_damaged_description(change: Callable[[Any], Any], said: str, small: b
     assert said in refusal(tmp_path / "v.smoe", described(small, change))
 
 
+def test_keys_that_a_later_release_adds_are_passed_over(small: bytes, tmp_path: Path) -> None:
+    def add(d: Any) -> Any:
+        for where in (d, d["layouts"][0][0], d["model"], d["origin"], d["origin"]["files"][0]):
+            where["later"] = {"of": ["any", "kind"]}
+        return d
+
+    for name, raw in (("old.smoe", small), ("new.smoe", described(small, add))):
+        (tmp_path / name).write_bytes(raw)
+    old, new = open_raw(tmp_path / "old.smoe"), open_raw(tmp_path / "new.smoe")
+    assert (new.layouts, new.model, new.origin) == (old.layouts, old.model, old.origin)
+
+
 def test_a_changed_byte_of_the_description_is_seen_by_its_checksum(small: bytes, tmp_path: Path) -> None:
     at = small.index(b'"gate"')
     changed = small[:at] + b'"gete"' + small[at + 6 :]
