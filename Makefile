@@ -8,6 +8,7 @@ SOURCES := pyproject.toml $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/CMakeLists
 CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
+SOAK_SECONDS ?= 3600
 FUZZ_RUNS ?= 10000
 # Of tests/process, what may run beside other tests; the others have the machine for themselves.
 BESIDE := $(wildcard tests/process/test_bench*.py) $(patsubst %,tests/process/test_%.py, \
@@ -15,7 +16,7 @@ BESIDE := $(wildcard tests/process/test_bench*.py) $(patsubst %,tests/process/te
     packaging ring source_contract typed_views verified_reads)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench tiny clean setup torch
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos soak fuzz bench tiny clean setup torch
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -63,6 +64,9 @@ model: ## check the protocol's model with spin
 
 chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
+
+soak: $(VENV)/.ready ## a mixed load for SOAK_SECONDS: memory, descriptors and segments must not grow
+	$(PY) tests/chaos/soak.py --seconds $(SOAK_SECONDS)
 
 fuzz: $(VENV)/.ready ## fuzz the parsers of model files, FUZZ_RUNS cases of each kind
 	FUZZ_RUNS=$(FUZZ_RUNS) $(PY) -m pytest -q tests/fuzz
