@@ -31,8 +31,8 @@ ctest: $(VENV)/.ready ## the C tests alone
 
 pytest: $(VENV)/.torch ## the Python tests alone
 	@status=0; \
-	$(PY) -m pytest -q -n 2 tests/unit tests/torch tests/fuzz $(BESIDE) || status=1; \
-	$(PY) -m pytest -q --durations=25 $(BESIDE:%=--ignore=%) tests/process tests/chaos || status=1; \
+	$(PY) -m pytest -q -n 2 tests/unit tests/torch tests/fuzz tests/chaos $(BESIDE) || status=1; \
+	$(PY) -m pytest -q --durations=25 $(BESIDE:%=--ignore=%) tests/process || status=1; \
 	exit $$status
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, clang-format, no change made
@@ -62,8 +62,9 @@ arm: $(VENV)/.ready ## compile everything in C for Linux on arm64 and run its te
 model: ## check the protocol's model with spin
 	@tests/model/run.sh
 
-chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
+chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times; half as often while disks, memory and clock fail
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
+	$(PY) tests/chaos/faults.py --rounds $$(($(CHAOS_ROUNDS) / 2))
 
 soak: $(VENV)/.ready ## a mixed load for SOAK_SECONDS: memory, descriptors and segments must not grow
 	$(PY) tests/chaos/soak.py --seconds $(SOAK_SECONDS)

@@ -70,19 +70,23 @@ LIMIT_S = 150.0  # a bound for what always happens, so that a fault ends the run
 # --- the vault ----------------------------------------------------------------------------------------
 
 
-def stamps() -> npt.NDArray[np.uint8]:
+#: What tells a byte of one version of the vault from the same one of the other.
+VERSIONS = (np.uint8(0), np.uint8(0x5A))
+
+
+def stamps(version: int = 0) -> npt.NDArray[np.uint8]:
     """The bytes of every expert, by index."""
     rng = np.random.default_rng(2024)
-    return rng.integers(0, 256, (LAYERS * EXPERTS, RAW), np.uint8)
+    return rng.integers(0, 256, (LAYERS * EXPERTS, RAW), np.uint8) ^ VERSIONS[version]
 
 
-def write_vault(path: Path) -> None:
+def write_vault(path: Path, version: int = 0) -> None:
     pairs = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
     shapes = dict.fromkeys(("gate", "up", "down"), SHAPE)
     codes = SHAPE[0] * SHAPE[1] // 2
     one = RAW // 3
     with VaultWriter(path, pairs, bits=4, shapes=shapes, d_model=128, vocab_size=1, ffn_dim=64) as writer:
-        for pair, data in zip(pairs, stamps(), strict=True):
+        for pair, data in zip(pairs, stamps(version), strict=True):
             tensors = [data[k * one : (k + 1) * one] for k in range(3)]
             writer.add_packed(*pair, *((t[:codes], t[codes:].view(np.float16)) for t in tensors))
 
@@ -111,8 +115,13 @@ class Client:
         self.expected = np.load(folder / "stamps.npy", mmap_mode="r")
         self.row = board(folder)[seat]
         self.log = os.open(folder / f"client{seat}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self.ring = smoe_mp.attach(name, f"chaos {seat}", spin_us=self.rng.choice((0, 20, 200)))
+        self.name, self.seat = name, seat
         self.kept: list[tuple[int, int, npt.NDArray[np.uint8]]] = []
+        self.attach()
+
+    def attach(self) -> None:
+        spin_us = self.rng.choice((0, 20, 200))
+        self.ring = smoe_mp.attach(self.name, f"chaos {self.seat}", spin_us=spin_us)
         self.count("attaches")
 
     def count(self, column: str, n: int = 1) -> None:
@@ -389,6 +398,7 @@ class Figures:
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
     stops: collections.Counter[str] = field(default_factory=collections.Counter)
     processes: int = 0  # killed
+    faults: collections.Counter[str] = field(default_factory=collections.Counter)
     worker_changes: int = 0
     adoptions: int = 0
     failed_starts: int = 0
@@ -422,8 +432,11 @@ class PidHandle:
 class Chaos:
     lives: tuple[Life, ...] = (take,) * SEATS  # a client each
     recorder_life: Life = staticmethod(record)
+    last_life: Life = staticmethod(take_everything)
     workers = WORKERS
     config = ""  # more of it
+    never_said: tuple[str, ...] = ("could not be adopted", "Traceback", "keep dying")
+    known: tuple[str, ...] = ()  # files that may be left in the folder
 
     def __init__(self, rounds: int, seed: int, pace_s: float, folder: Path) -> None:
         self.rounds, self.seed, self.pace_s, self.folder = rounds, seed, pace_s, folder
@@ -433,7 +446,7 @@ class Chaos:
         self.figures = Figures()
         self.clients = [Seat(number, life) for number, life in enumerate(self.lives)]
         self.recorder = Seat(len(self.clients), self.recorder_life)
-        self.last = Seat(len(self.clients) + 1, take_everything)
+        self.last = Seat(len(self.clients) + 1, self.last_life)
         self.seats = [*self.clients, self.recorder]
         self.stopped: list[Stopped] = []
         self.spans: list[Span] = []
@@ -460,9 +473,13 @@ class Chaos:
     def begin_up(self) -> None:
         self.up_from = self.up_log.stat().st_size if self.up_log.exists() else 0
         with self.up_log.open("ab") as log:
-            argv = [*self.python, "up", str(self.folder / "c.toml")]
+            argv = self.command([*self.python, "up", str(self.folder / "c.toml")])
             self.up = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.deaths = {"worker": [], "prewarm": []}
+
+    def command(self, argv: list[str]) -> list[str]:
+        """The command that starts the system."""
+        return argv
 
     def up_said(self) -> str:
         with self.up_log.open("rb") as log:
@@ -484,12 +501,19 @@ class Chaos:
             self.figures.failed_starts += 1
             self.up, self.start_at = None, time.monotonic()
         elif "\nready: " in (said := self.up_said()):
-            if self.eye.ring is not None:
-                self.figures.adoptions += 1
-                if "ring: adopted" not in said:
+            adopted = "ring: adopted" in said
+            if self.eye.ring is not None and not adopted:
+                if self.must_adopt():
                     self.problem(f"not adopted: {said}")
+                self.eye.close()  # its ring is no more
+                self.eye.open()
+            self.figures.adoptions += adopted
             self.down.ended = time.monotonic()
             self.down = None
+
+    def must_adopt(self) -> bool:
+        """Whether a supervisor that starts now has to go on with the ring that is there."""
+        return True
 
     def lose_up(self, since: float, after_s: float) -> None:
         """It was killed: from `since` on there is no supervisor, for `after_s` seconds from now at least."""
@@ -582,12 +606,10 @@ class Chaos:
 
     def hurt_child(self, kind: str, kill: bool) -> bool:
         """A worker or the prewarm process, by what the ring says of who lives."""
-        now = time.monotonic()
-        recent = self.deaths[kind] = [t for t in self.deaths[kind] if now - t < DEATHS_S]
         pids = self.victims(kind)
         index = self.rng.random()
-        if not pids or (kill and len(recent) >= DEATHS_MOST):
-            return False  # one more would be a crash loop, which is another test
+        if not pids or (kill and not self.may_die(kind)):
+            return False
         try:
             victim = PidHandle(pids[int(index * len(pids))], self.name)
         except ProcessLookupError:
@@ -599,9 +621,15 @@ class Chaos:
             return False
         victim.send(signal.SIGKILL)
         victim.close()
-        recent.append(now)
+        self.deaths[kind].append(time.monotonic())
         self.killed(kind)
         return True
+
+    def may_die(self, kind: str) -> bool:
+        """Whether there were few deaths of late: one more would be a crash loop, which is another test."""
+        now = time.monotonic()
+        recent = self.deaths[kind] = [t for t in self.deaths[kind] if now - t < DEATHS_S]
+        return len(recent) < DEATHS_MOST
 
     def victims(self, kind: str) -> list[int]:
         return self.eye.living(kind)
@@ -782,7 +810,7 @@ class Chaos:
         left = [str(p) for p in Path("/dev/shm").glob(f"smoe.{self.name}*")]
         left += [str(p) for p in runtime.runtime_folder().iterdir()]
         left += self.processes()
-        known = {"v.smoe", "c.toml", "stamps.npy", "board", "up.log", "v.smoe.expert_freq.bin", "latencies"}
+        known = {"v.smoe", "c.toml", "stamps.npy", "board", "up.log", "v.smoe.expert_freq.bin", *self.known}
         files = [p.name for p in self.folder.iterdir() if not p.name.startswith("client")]
         left += [name for name in files if name not in known]
         for what in left:
@@ -828,9 +856,8 @@ class Chaos:
             text = path.read_text()
             if text:
                 self.problem(f"{path.name}: {text[-1500:]}")
-        log = self.up_log.read_text()
-        for line in log.splitlines():
-            if "could not be adopted" in line or "Traceback" in line or "keep dying" in line:
+        for line in self.up_log.read_text().splitlines():
+            if any(words in line for words in self.never_said):
                 self.problem(f"up: {line}")
 
     def tidy(self) -> None:

@@ -330,6 +330,7 @@ class Soak(Chaos):
     lives = (stay, one_by_one, batches, waves, guesses, over_the_socket)
     recorder_life = staticmethod(record_now_and_then)
     workers = 4
+    known = ("latencies",)
     config = 'metrics.listen = "127.0.0.1:0"\n'
 
     def __init__(self, seconds: float, seed: int, folder: Path, tell: Callable[[float, str], None]) -> None:
