@@ -714,8 +714,11 @@ class Supervisor:
         for number, why in report.away.items():
             if number not in self._away:
                 self._warn(f"{why}: it cannot be looked up; what is resident or open is served on")
-        for number in self._away.keys() - report.away.keys():
+        back = self._away.keys() - report.away.keys()
+        for number in back:
             self._say(f"{self._source.files[number].path}: is back")
+        if back and not report.away:
+            self._workers.retry()  # those that died meanwhile could not open it
         self._away = report.away
         if report.changes:
             self._end_serving(report.changes[0])
