@@ -65,6 +65,8 @@ DOWN_S = (0.0, 1.0)
 # that may hear of some deaths late.
 DEATHS_MOST, DEATHS_S = 4, 15.0
 PROBLEMS_MOST = 20
+#: Of Python, of glibc's heap, and of how a child ended.
+CRASHES = ("Traceback", "Fatal Python error", "corrupted", "double free", "SIGSEGV", "SIGABRT", "SIGBUS")
 LIMIT_S = 150.0  # a bound for what always happens, so that a fault ends the run
 
 # --- the vault ----------------------------------------------------------------------------------------
@@ -435,7 +437,7 @@ class Chaos:
     last_life: Life = staticmethod(take_everything)
     workers = WORKERS
     config = ""  # more of it
-    never_said: tuple[str, ...] = ("could not be adopted", "Traceback", "keep dying")
+    never_said: tuple[str, ...] = (*CRASHES, "could not be adopted", "keep dying")
     known: tuple[str, ...] = ()  # files that may be left in the folder
 
     def __init__(self, rounds: int, seed: int, pace_s: float, folder: Path) -> None:

@@ -45,6 +45,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS), str(TESTS / "process")]
 
 from chaos import (  # noqa: E402
+    CRASHES,
     EXPERTS,
     LIMIT_S,
     RAW,
@@ -456,7 +457,7 @@ class Faulty(Chaos):
         self.refusals = self.reclaimed = self.starved = self.loads = 0
         # A worker that was killed cannot open a file that is away or that has changed.
         loses_files = any(KINDS[kind].ends_ring or kind == "removed" for kind in kinds)
-        self.never_said = ("Traceback",) if loses_files else Chaos.never_said
+        self.never_said = CRASHES if loses_files else Chaos.never_said
 
     # --- the system ---
 
