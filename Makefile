@@ -62,7 +62,7 @@ arm: $(VENV)/.ready ## compile everything in C for Linux on arm64 and run its te
 model: ## check the protocol's model with spin
 	@tests/model/run.sh
 
-chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times; half as often while disks, memory and clock fail
+chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times, then half as often beside other faults
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
 	$(PY) tests/chaos/faults.py --rounds $$(($(CHAOS_ROUNDS) / 2))
 
