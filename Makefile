@@ -8,12 +8,13 @@ SOURCES := pyproject.toml $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/CMakeLists
 CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
+SOAK_SECONDS ?= 3600
 FUZZ_RUNS ?= 10000
 # Tests that want the machine for themselves; all others run two at a time.
-ALONE := tests/process/test_chaos_short.py tests/chaos
+ALONE := tests/process/test_chaos_short.py
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model wheels chaos fuzz bench tiny clean setup torch
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model wheels chaos soak fuzz bench tiny clean setup torch
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -63,8 +64,12 @@ model: ## check the protocol's model with spin
 wheels: $(VENV)/.ready ## sdist and wheel, built and tried in a new environment of every Python from 3.11 on
 	$(PY) tools/wheels.py
 
-chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
+chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times, then half as often beside other faults
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
+	$(PY) tests/chaos/faults.py --rounds $$(($(CHAOS_ROUNDS) / 2))
+
+soak: $(VENV)/.ready ## a mixed load for SOAK_SECONDS: memory, descriptors and segments must not grow
+	$(PY) tests/chaos/soak.py --seconds $(SOAK_SECONDS)
 
 fuzz: $(VENV)/.ready ## fuzz the parsers of model files, FUZZ_RUNS cases of each kind
 	FUZZ_RUNS=$(FUZZ_RUNS) $(PY) -m pytest -q tests/fuzz

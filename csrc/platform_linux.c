@@ -8,6 +8,8 @@
  *    close, so by any death.
  *  - MADV_POPULATE_WRITE fails with EFAULT where tmpfs has no space, where a plain touch is a SIGBUS.
  *  - posix_fallocate on tmpfs allocates small pages, so huge pages must be asked for before it.
+ *  - A time namespace, which a container may have, shifts the monotonic clock by what /proc says: taken off again,
+ *    the clock is the machine's.
  */
 #define _GNU_SOURCE
 #include "platform.h"
@@ -43,10 +45,23 @@
 #define F_OFD_SETLK 37
 #endif
 
+static uint64_t shift_ns; /* modulo 2^64, since a shift may be one back */
+
+/* Before anybody asks for the time.  A process cannot come into another time namespace without a fork. */
+__attribute__((constructor)) static void find_shift(void) {
+    long long s, ns;
+    FILE *f = fopen("/proc/self/timens_offsets", "re");
+    if (!f)
+        return;
+    if (fscanf(f, "monotonic %lld %lld", &s, &ns) == 2)
+        shift_ns = (uint64_t)s * 1000000000u + (uint64_t)ns;
+    fclose(f);
+}
+
 uint64_t plat_now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec - shift_ns;
 }
 
 int plat_wait(const _Atomic uint32_t *word, uint32_t expected, uint64_t timeout_ns) {

@@ -2,7 +2,8 @@
 
 A child that dies is started again: the first time at once, then with a growing pause.  Five deaths within
 ten seconds are an error state that status shows, not a busy loop: nothing is started for a while, then one
-child to try; once that has lived for ten seconds all is well again.  The number of workers may change at any
+child to try; once that has lived for ten seconds all is well again, or at once where somebody knows that the
+cause is gone (`retry`).  The number of workers may change at any
 time; surplus ones are told to end and finish the read they are in.
 
 A worker's number is its id in the ring.  One whose lock is held, by a worker that a dead supervisor left
@@ -85,6 +86,12 @@ class Pool:
             child = self.children.pop(number)
             child.send(signal.SIGTERM)
             self._ending.append(child)
+
+    def retry(self) -> None:
+        """What the last ones died of is gone: forget their deaths, and start all that are missing at once."""
+        self.failing, self._trial_since = False, None
+        self._recent.clear()
+        self._due = self._clock()
 
     def let_end(self) -> None:
         """They end by themselves, as workers do when the ring stops, and that is no death."""

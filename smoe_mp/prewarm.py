@@ -70,6 +70,8 @@ class Prewarmer:
     def stop(self) -> None:
         """To be called from a signal handler: end at the next look."""
         self._stop = True
+        if self._ring == ffi.NULL:
+            return  # it has ended already, and the ring's memory is somebody else's
         lib.smoe_prewarm_set(self._ring, PREWARM_WORDS["pause"], self._get("pause"))  # rings the bell
 
     def run(self) -> None:
@@ -97,7 +99,8 @@ class Prewarmer:
             else:
                 lib.smoe_prewarm_sleep(self._ring, bell, max(1, self._get("trickle_us") // 1000))
         lib.smoe_prewarm_set(self._ring, PREWARM_WORDS["state"], 0)
-        lib.smoe_detach(self._ring)
+        ring, self._ring = self._ring, ffi.NULL
+        lib.smoe_detach(ring)
 
     def _get(self, which: str) -> int:
         return int(lib.smoe_prewarm_get(self._ring, PREWARM_WORDS[which] if which != "bell" else 0))

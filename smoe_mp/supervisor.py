@@ -147,7 +147,7 @@ class Supervisor:
         self._look_soon = False
         self._away: dict[int, str] = {}  # files that cannot be looked up, by number
         self._stale = ""  # which file changed, and how
-        self._hang_said = False
+        self._hang_said = self._failing_said = False
         self._started = time.monotonic()
         self._stop_reason = ""
         self._state = "starting"
@@ -269,6 +269,8 @@ class Supervisor:
         """Have `count` workers from now on."""
         if self._state == "drained":
             raise ConfigError(f"ring {self._config.name} is drained and has no workers: resume it first")
+        if self._stale:
+            raise SmoeError(f"ring {self._config.name}: {self._health()}")
         before = self._workers.target
         self._workers.set_target(count)
         self._workers.tick()
@@ -653,9 +655,13 @@ class Supervisor:
         self._emit("worker", {"text": epitaph, "alive": self._workers.alive})
         self._look_soon = True  # it may have found another file where its own was
         self._recover()
+        if self._stale:
+            self._workers.set_target(len(self._workers.children))  # another could not open the file either
         if self._workers.failing:
-            self._say(f"workers keep dying: {self._health()}", logging.ERROR)
+            if not self._failing_said:
+                self._say(f"workers keep dying: {self._health()}", logging.ERROR)
             self._give_up_unserved()
+        self._failing_said = self._workers.failing
 
     def _prewarm_died(self, epitaph: str) -> None:
         self._segments.prewarm_set("state", 0)
@@ -716,8 +722,11 @@ class Supervisor:
         for number, why in report.away.items():
             if number not in self._away:
                 self._warn(f"{why}: it cannot be looked up; what is resident or open is served on")
-        for number in self._away.keys() - report.away.keys():
+        back = self._away.keys() - report.away.keys()
+        for number in back:
             self._say(f"{self._source.files[number].path}: is back")
+        if back and not report.away:
+            self._workers.retry()  # those that died meanwhile could not open it
         self._away = report.away
         if report.changes:
             self._end_serving(report.changes[0])
@@ -726,6 +735,7 @@ class Supervisor:
         """A file is not what the ring was made for: tell every client, for good."""
         self._stale, self._state = change.text, "stale"
         self._prewarm.set_target(0)
+        self._workers.set_target(len(self._workers.children))
         self._segments.set_changed(change.file, sum(CHANGES[what] for what in change.what))
         text = f"{change.text}; nothing is served any more: stop this system and start it anew"
         self._warnings = [*self._warnings[-(WARNINGS_MAX - 1) :], text]

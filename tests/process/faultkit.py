@@ -32,7 +32,7 @@ from smoe_mp import runtime, segments
 from smoe_mp.errors import ExpertReadError
 from smoe_mp.sources.base import Expert, Extent, Tensor
 
-SHIM_SOURCE = Path(__file__).resolve().parents[1] / "c/shim_pread.c"
+SHIM_SOURCES = Path(__file__).resolve().parents[1] / "c"
 FUSE_SERVER = Path(__file__).resolve().parent / "fuse_slow.py"
 KIB, MIB = 1 << 10, 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -137,14 +137,14 @@ def _shim_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def shim() -> str:
-    """The shim library, compiled."""
+def shim(what: str = "pread") -> str:
+    """A shim library, compiled."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("cc is not installed")
-    library = Path(_shim_folder().name) / "shim_pread.so"
+    library = Path(_shim_folder().name) / f"shim_{what}.so"
     flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", str(library), str(SHIM_SOURCE)], check=True)
+    subprocess.run([compiler, *flags, "-o", str(library), str(SHIM_SOURCES / f"shim_{what}.c")], check=True)
     return str(library)
 
 

@@ -16,8 +16,8 @@ import pytest
 from systems import System, Up, bytes_of, make_vault, smoe_mp, until
 
 import smoe_mp as smoe
-from smoe_mp.control.commands import Ping
-from smoe_mp.errors import SourceChanged
+from smoe_mp.control.commands import Ping, Workers
+from smoe_mp.errors import Refused, SourceChanged
 
 CHECKED = "vault.check_s = 1\n"
 UNCHECKED = "vault.check_s = 86400\n"  # no look, unless something gives reason to
@@ -128,6 +128,19 @@ def test_a_new_start_serves_the_new_file(up: Up, model: Path, other: Path) -> No
     with smoe.attach(again.name) as ring, ring.fetch(0, [0]) as batch:
         assert not batch[0].hit
         assert batch[0].raw.tobytes() == bytes_of(model)[0, 0]
+
+
+def test_workers_of_a_changed_file_are_not_replaced(up: Up, model: Path, other: Path) -> None:
+    """They could not open it; each would be a death, and soon a crash loop that hides what happened."""
+    system = up(vault=model, workers=3, more=CHECKED)
+    moved_over(model, other)
+    until(lambda: stale(system), "the file's change was seen")
+    pid = system.look().workers[0].pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: any(f"(pid {pid}) was killed" in text for text in system.look().warnings), "the death")
+    assert [row.id for row in system.look().workers] == [1, 2]
+    with pytest.raises(Refused, match="nothing is served until the system is stopped"):
+        system.ask(Workers(count=4))
 
 
 def test_a_waiter_is_told(up: Up, model: Path, other: Path) -> None:

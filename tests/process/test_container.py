@@ -34,6 +34,7 @@ from systems import (
 )
 
 from smoe_mp import runtime
+from smoe_mp._native import lib
 
 pytestmark = [
     pytest.mark.timeout(3 * LIMIT_S),
@@ -111,6 +112,19 @@ def container(name: str, place: Path, before: list[str], more: str = "") -> Iter
         yield system
     finally:
         system.end()
+
+
+@pytest.mark.parametrize("shift_s", ["864000", "-30"])
+def test_the_ring_s_clock_is_the_machine_s_in_a_time_namespace(shift_s: str) -> None:
+    """Times in shared memory are compared by all; a client that was ten days ahead took each read that was
+    under way for one that hangs."""
+    words = ["unshare", "--time", "--fork", "--monotonic", shift_s]
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no time namespace to be had")
+    program = "from smoe_mp._native import lib; print(lib.smoe_now_ns())"
+    before = lib.smoe_now_ns()
+    said = subprocess.run([*words, sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert before < int(said.stdout) < lib.smoe_now_ns()
 
 
 def test_pid_1(name: str, place: Path) -> None:

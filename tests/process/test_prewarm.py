@@ -11,10 +11,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from support import LIMIT_S, stop, until
+from support import LIMIT_S, StampedSource, serve, stop, until
 from systems import (
     System,
     Up,
@@ -28,7 +29,7 @@ from systems import (
 from systems import smoe_mp as run
 
 import smoe_mp
-from smoe_mp import histogram, models
+from smoe_mp import histogram, models, prewarm
 from smoe_mp.control.commands import Prewarm, PrewarmStatus
 from smoe_mp.engine import Engine
 from smoe_mp.sources import open_source
@@ -354,6 +355,29 @@ def test_a_pass_under_way_is_joined_at_the_stop(up: Up, ring_name: str, many: Pa
     assert system.wait() == 0
     assert not [line for line in system.lines if "cannot be ended" in line]
     assert_nothing_left(ring_name)
+
+
+def test_a_sigterm_after_its_end_touches_no_memory_of_the_ring(
+    source: StampedSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor stops the ring, at which prewarm ends by itself, and then sends the signal: a handler
+    that came between detaching and the process's end wrote into memory that was somebody else's by then."""
+    calls: list[str] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(prewarm_lib, name)
+
+    prewarm_lib = prewarm.lib
+    with serve(source, slots=4) as served:
+        warmer = prewarm.Prewarmer(served.name, "", tmp_path / "h", bytes(16))
+        served.segments.set_state("stopping")
+        monkeypatch.setattr(prewarm, "lib", Watched())
+        warmer.run()
+        warmer.stop()
+    assert "smoe_prewarm_set" in calls
+    assert calls[-1] == "smoe_detach"
 
 
 def test_the_supervisor_s_death_loses_nothing_that_was_saved(up: Up, ring_name: str, many: Path) -> None:

@@ -214,6 +214,8 @@ def test_workers_that_keep_dying(up: Up, ring_name: str, vault: Path, tmp_path: 
         )  # tries at once
         with ring.fetch(1, [3], timeout=LIMIT_S) as batch:
             assert batch[0].raw.tobytes() == expected[1, 3]
+    system.end()
+    assert sum(line.startswith("error: workers keep dying") for line in system.lines) == 1
 
 
 def workers_command(name: str, count: int) -> str:

@@ -219,6 +219,21 @@ def test_the_error_state_ends_when_fewer_are_wanted_and_those_live() -> None:
     assert (bench.pool.state, bench.pool.alive) == ("ok", 2)
 
 
+def test_once_the_cause_is_gone_all_are_started_and_their_deaths_forgotten() -> None:
+    bench = Bench(3)
+    bench.loop()
+    for number in bench.numbers:
+        bench.kill(number)
+    bench.pool.tick()
+    assert (bench.pool.alive, bench.pool.state) == (0, "failing")
+    bench.pool.retry()
+    bench.pool.tick()
+    assert (bench.pool.alive, bench.pool.state) == (3, "ok")
+    bench.kill(1)
+    bench.pool.tick()
+    assert (bench.pool.alive, bench.pool.state) == (3, "ok"), "made good at once, as a first death is"
+
+
 def test_a_new_number_of_workers_is_tried_at_once() -> None:
     bench = Bench(1)
     bench.loop()
