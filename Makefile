@@ -11,7 +11,7 @@ CHAOS_ROUNDS ?= 1000
 FUZZ_RUNS ?= 10000
 # Of tests/process, what may run beside other tests; the others have the machine for themselves.
 BESIDE := $(wildcard tests/process/test_bench*.py) $(patsubst %,tests/process/test_%.py, \
-    capi demo_run engine_ring exact_counts fork_and_tracker gguf_ring hung_reads in_order lru_traces pack_process \
+    adversary capi demo_run engine_ring exact_counts fork_and_tracker gguf_ring hung_reads in_order lru_traces pack_process \
     packaging ring source_contract typed_views verified_reads)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
