@@ -8,11 +8,11 @@ SOURCES := pyproject.toml $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/CMakeLists
 CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
-FUZZ_RUNS ?= 10000
+FUZZ_SECONDS ?= 600
 # Of tests/process, what may run beside other tests; the others have the machine for themselves.
 BESIDE := $(wildcard tests/process/test_bench*.py) $(patsubst %,tests/process/test_%.py, \
-    adversary capi demo_run engine_ring exact_counts fork_and_tracker gguf_ring hung_reads in_order lru_traces pack_process \
-    packaging ring source_contract typed_views verified_reads)
+    adversary capi demo_run engine_ring exact_counts fork_and_tracker gguf_ring hung_reads in_order lru_traces \
+    pack_process packaging ring source_contract typed_views verified_reads)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test ctest pytest lint format asan tsan macos arm model chaos fuzz bench tiny clean setup torch
@@ -64,8 +64,8 @@ model: ## check the protocol's model with spin
 chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times
 	$(PY) tests/chaos/chaos.py --rounds $(CHAOS_ROUNDS)
 
-fuzz: $(VENV)/.ready ## fuzz the parsers of model files, FUZZ_RUNS cases of each kind
-	FUZZ_RUNS=$(FUZZ_RUNS) $(PY) -m pytest -q tests/fuzz
+fuzz: $(VENV)/.ready ## fuzz the C core, the parsers and the control plane, FUZZ_SECONDS each (FUZZ=TARGETS)
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) tests/fuzz/fuzz.py $(FUZZ)
 
 bench: $(VENV)/.ready ## the short benchmarks
 	for what in hit miss wake idle io dequant; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done
