@@ -9,7 +9,7 @@ CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
 SOAK_SECONDS ?= 3600
-FUZZ_RUNS ?= 10000
+FUZZ_SECONDS ?= 600
 # Tests that want the machine for themselves; all others run two at a time.
 ALONE := tests/process/test_chaos_short.py
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -71,8 +71,8 @@ chaos: $(VENV)/.ready ## kill and stop processes under load, CHAOS_ROUNDS times,
 soak: $(VENV)/.ready ## a mixed load for SOAK_SECONDS: memory, descriptors and segments must not grow
 	$(PY) tests/chaos/soak.py --seconds $(SOAK_SECONDS)
 
-fuzz: $(VENV)/.ready ## fuzz the parsers of model files, FUZZ_RUNS cases of each kind
-	FUZZ_RUNS=$(FUZZ_RUNS) $(PY) -m pytest -q tests/fuzz
+fuzz: $(VENV)/.ready ## fuzz the C core, the parsers and the control plane, FUZZ_SECONDS each (FUZZ=TARGETS)
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) tests/fuzz/fuzz.py $(FUZZ)
 
 bench: $(VENV)/.ready ## the short benchmarks
 	for what in hit miss wake idle io dequant; do $(VENV)/bin/smoe-mp bench $$what --quick || exit 1; done

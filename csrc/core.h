@@ -51,7 +51,8 @@ struct smoe_ring {
     const struct smoe_layout_rec *layouts;
     const struct smoe_tensor_rec *tensors;
     const struct smoe_file_rec *files;
-    const char *strings;
+    const char *strings; /* these two lie in `own` once attached */
+    void *own;           /* what leads out of shared memory, paths above all, as it was when it was checked */
     /* Copies of the geometry, checked when it was mapped: shared memory is not asked again. */
     uint32_t n_slots, n_groups, n_experts, n_files, n_windows, n_parts, n_moves, n_layouts, n_tensors;
     uint32_t grid_layers, grid_experts, queue_capacity, guess_limit, read_align;
@@ -187,6 +188,14 @@ INTERNAL void guess_mark(smoe_ring *r, uint32_t s);
 INTERNAL void guess_clear(smoe_ring *r, uint32_t s);
 INTERNAL uint32_t guess_count(const smoe_ring *r);
 INTERNAL bool guess_over(smoe_ring *r);
+
+/* A record in shared memory is copied, then checked, then used.  COPIED comes after the first: the compiler may not
+ * look into shared memory again for what has been copied. */
+#define COPIED(record) __asm__ volatile("" : "+m"(record) : : "memory")
+
+static inline bool within(uint64_t offset, uint64_t bytes, uint64_t limit) {
+    return offset <= limit && bytes <= limit - offset;
+}
 
 /* segment.c */
 INTERNAL int segment_name(char out[40], const char *name, bool data);

@@ -1,4 +1,6 @@
-/* info.c: what is where, and looking on.  Nothing here changes the ring. */
+/* info.c: what is where, and looking on.  Nothing here changes the ring.
+ *
+ * What is said of an expert's bytes leads nobody out of its slot, whatever somebody wrote over the tables. */
 #include "core.h"
 
 #include <errno.h>
@@ -58,17 +60,51 @@ int smoe_expert_layout(const smoe_ring *r, uint32_t expert_index) {
     return expert_index < r->n_experts ? (int)r->experts[expert_index].layout : SMOE_EID;
 }
 
+/* A part of an expert, checked.  What is at fault lies in shared memory, and somebody has written over it. */
+static int take_part(const smoe_ring *r, const struct smoe_expert_rec *x, uint32_t i, struct smoe_part_rec *p) {
+    if (i >= x->n_parts || !within(x->first_part, x->n_parts, r->n_parts))
+        return SMOE_ECORRUPT;
+    *p = r->parts[x->first_part + i];
+    COPIED(*p);
+    return within(p->slot_offset, p->bytes, r->slot_bytes) && p->file < r->n_files ? 0 : SMOE_ECORRUPT;
+}
+
 int smoe_expert_parts(const smoe_ring *r, uint32_t expert_index, smoe_part *parts, uint32_t room) {
     if (!mine(r))
         return SMOE_EFORKED;
     if (expert_index >= r->n_experts)
         return SMOE_EID;
-    const struct smoe_expert_rec *x = &r->experts[expert_index];
-    for (uint32_t i = 0; i < x->n_parts && i < room; i++) {
-        const struct smoe_part_rec *p = &r->parts[x->first_part + i];
-        parts[i] = (smoe_part){p->slot_offset, p->bytes, p->file_offset, p->file, 0};
+    struct smoe_expert_rec x = r->experts[expert_index];
+    COPIED(x);
+    if (x.n_parts == 0 || !within(x.first_part, x.n_parts, r->n_parts))
+        return SMOE_ECORRUPT;
+    for (uint32_t i = 0; i < x.n_parts && i < room; i++) {
+        struct smoe_part_rec p;
+        if (take_part(r, &x, i, &p))
+            return SMOE_ECORRUPT;
+        parts[i] = (smoe_part){p.slot_offset, p.bytes, p.file_offset, p.file, 0};
     }
-    return (int)x->n_parts;
+    return (int)x.n_parts;
+}
+
+static int take_tensor(const smoe_ring *r, const struct smoe_expert_rec *x, uint32_t i, smoe_tensor *out) {
+    struct smoe_tensor_rec t = r->tensors[i];
+    struct smoe_part_rec p;
+    COPIED(t);
+    if (take_part(r, x, t.part, &p) || !within(t.offset, t.bytes, p.bytes) || t.ndim > SMOE_NDIM ||
+        t.name >= r->strings_bytes || t.dtype >= r->strings_bytes || t.tag >= r->strings_bytes)
+        return SMOE_ECORRUPT;
+    *out = (smoe_tensor){
+        .name = r->strings + t.name,
+        .dtype = r->strings + t.dtype,
+        .tag = r->strings + t.tag,
+        .ndim = t.ndim,
+        .part = t.part,
+        .offset = p.slot_offset + t.offset,
+        .bytes = t.bytes,
+    };
+    memcpy(out->shape, t.shape, sizeof t.shape);
+    return 0;
 }
 
 int smoe_expert_tensors(const smoe_ring *r, uint32_t expert_index, smoe_tensor *tensors, uint32_t room) {
@@ -76,22 +112,18 @@ int smoe_expert_tensors(const smoe_ring *r, uint32_t expert_index, smoe_tensor *
         return SMOE_EFORKED;
     if (expert_index >= r->n_experts)
         return SMOE_EID;
-    const struct smoe_expert_rec *x = &r->experts[expert_index];
-    const struct smoe_layout_rec *l = &r->layouts[x->layout];
-    for (uint32_t i = 0; i < l->n_tensors && i < room; i++) {
-        const struct smoe_tensor_rec *t = &r->tensors[l->first_tensor + i];
-        tensors[i] = (smoe_tensor){
-            .name = r->strings + t->name,
-            .dtype = r->strings + t->dtype,
-            .tag = r->strings + t->tag,
-            .ndim = t->ndim,
-            .part = t->part,
-            .offset = r->parts[x->first_part + t->part].slot_offset + t->offset,
-            .bytes = t->bytes,
-        };
-        memcpy(tensors[i].shape, t->shape, sizeof t->shape);
-    }
-    return (int)l->n_tensors;
+    struct smoe_expert_rec x = r->experts[expert_index];
+    COPIED(x);
+    if (x.layout >= r->n_layouts)
+        return SMOE_ECORRUPT;
+    struct smoe_layout_rec l = r->layouts[x.layout];
+    COPIED(l);
+    if (!within(l.first_tensor, l.n_tensors, r->n_tensors))
+        return SMOE_ECORRUPT;
+    for (uint32_t i = 0; i < l.n_tensors && i < room; i++)
+        if (take_tensor(r, &x, l.first_tensor + i, &tensors[i]))
+            return SMOE_ECORRUPT;
+    return (int)l.n_tensors;
 }
 
 const char *smoe_file_path(const smoe_ring *r, uint32_t file) {
@@ -212,6 +244,15 @@ uint32_t smoe_queue_length(const smoe_ring *r, int speculative) {
     return !mine(r) ? 0 : queue_length(speculative ? speculative_queue(r) : demand_queue(r));
 }
 
+/* By the id: what the entry says is for other eyes. */
+static uint32_t role_of(uint32_t id) {
+    return id < SMOE_ID_WORKER       ? SMOE_ROLE_CLIENT
+           : id < SMOE_ID_SUPERVISOR ? SMOE_ROLE_WORKER
+           : id == SMOE_ID_TRACE     ? SMOE_ROLE_TRACE
+           : id == SMOE_ID_PREWARM   ? SMOE_ROLE_PREWARM
+                                     : SMOE_ROLE_SUPERVISOR;
+}
+
 int smoe_participants(const smoe_ring *r, smoe_participant_info *out, uint32_t room) {
     if (!mine(r))
         return SMOE_EFORKED;
@@ -223,7 +264,7 @@ int smoe_participants(const smoe_ring *r, smoe_participant_info *out, uint32_t r
         if (n < room) {
             out[n] = (smoe_participant_info){
                 .id = id,
-                .role = p->role,
+                .role = role_of(id),
                 .pid = p->pid,
                 /* By query of the lock; the own one does not conflict with itself. */
                 .alive = id == r->id || plat_lock_query(r->lock_fd, id) == 1,

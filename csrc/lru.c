@@ -33,6 +33,7 @@
  * of.  So minima alone find the smallest of many and say where it lies; no branch, no index beside. */
 #define TICK_OF(stored)  ((stored) >> SMOE_SLOT_BITS)
 #define BOUND_OF(stored) ((stored) >> SMOE_GROUP_BITS)
+#define ROUNDS_A_SLOT    4u                    /* of a search, more than it ever takes */
 #define NEVER            ((uint64_t)INT64_MAX) /* of what does not exist: never the smallest */
 
 static uint64_t load(const _Atomic uint64_t *word) {
@@ -93,22 +94,25 @@ static uint32_t smallest_span(const uint64_t *least, uint32_t n) {
  *
  * `least` is the search's own summary of the bounds, the smallest of each span.  Bounds only rise, so it may
  * lag.  Ends: each round either settles a group's minimum or stamps a slot in use above `start`, and a
- * bound above `start` means that everything older is in use. */
+ * bound above `start` means that everything older is in use.  With ticks and bounds that somebody wrote over neither
+ * need be so: then it ends by counting. */
 int lru_victim(smoe_ring *r, uint64_t *word) {
     uint64_t start = load(&r->hot->tick), best_tick = UINT64_MAX, least[SMOE_SPANS_MAX];
     uint32_t spans = SMOE_SPANS(r->n_groups);
     int best = -1;
     for (uint32_t i = 0; i < spans; i++)
         least[i] = least_of_64(&r->bounds[i * SMOE_SPAN]);
-    for (;;) {
+    for (uint32_t rounds = 0; rounds < ROUNDS_A_SLOT * (r->n_slots + r->n_groups); rounds++) {
         uint32_t span = smallest_span(least, spans);
         uint64_t bound = BOUND_OF(least[span]);
-        if (bound >= best_tick || bound > start)
-            return best;
         uint32_t group = (uint32_t)(least[span] % (1u << SMOE_GROUP_BITS));
+        if (bound >= best_tick || bound > start || group >= r->n_groups)
+            return best;
         uint64_t oldest = oldest_of(r, group), tick = TICK_OF(oldest);
         if (tick <= start && tick < best_tick) {
             uint32_t s = group * SMOE_GROUP + (uint32_t)(oldest % SMOE_GROUP);
+            if (s >= r->n_slots)
+                return best;
             uint64_t w = slot_word(r, s);
             if (word_evictable(w) || WORD_STATE(w) == SMOE_EMPTY) {
                 best = (int)s;
@@ -120,6 +124,7 @@ int lru_victim(smoe_ring *r, uint64_t *word) {
         }
         least[span] = least_of_64(&r->bounds[span * SMOE_SPAN]);
     }
+    return best;
 }
 
 static void hint_set(_Atomic uint64_t *bits, uint32_t s) {

@@ -15,11 +15,15 @@
  * (Looking only for "t" and "t + 1" would loop for ever when a pusher was killed before it moved the
  * tail and its cell has been popped since.)
  *
+ * Somebody may have written over cells and positions.  Then neither rule need ever come to an end, so each call gives
+ * up, as if full or empty, after more steps than a queue of sound cells takes.
+ *
  * An entry is a hint: whoever pops a slot that is not QUEUED skips it.  So duplicates are harmless, and
  * recovery is pushing again.
  */
 #include "core.h"
 
+#define STEPS_A_CELL  16u
 #define SEQUENCE_MASK ((1ull << 48) - 1)
 
 static uint64_t cell_make(uint64_t sequence, uint32_t slot) {
@@ -49,7 +53,7 @@ static void move_on(_Atomic uint64_t *position, uint64_t from) {
 }
 
 bool queue_push(struct queue q, uint32_t slot) {
-    for (;;) {
+    for (uint32_t steps = 0; steps < STEPS_A_CELL * q.capacity; steps++) {
         uint64_t t = atomic_load_explicit(&q.pos->tail, memory_order_acquire);
         _Atomic uint64_t *at = &q.cells[t & (q.capacity - 1)];
         uint64_t cell = atomic_load_explicit(at, memory_order_acquire);
@@ -68,10 +72,11 @@ bool queue_push(struct queue q, uint32_t slot) {
             return false;
         }
     }
+    return false;
 }
 
 int queue_pop(struct queue q) {
-    for (;;) {
+    for (uint32_t steps = 0; steps < STEPS_A_CELL * q.capacity; steps++) {
         uint64_t h = atomic_load_explicit(&q.pos->head, memory_order_acquire);
         _Atomic uint64_t *at = &q.cells[h & (q.capacity - 1)];
         uint64_t cell = atomic_load_explicit(at, memory_order_acquire); /* Q2 */
@@ -91,6 +96,7 @@ int queue_pop(struct queue q) {
             return -1;
         }
     }
+    return -1;
 }
 
 /* May say "not empty" of an empty queue whose head lags behind a killed popper; the next popper corrects it. */

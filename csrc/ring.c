@@ -26,8 +26,9 @@
 #include <errno.h>
 #include <string.h>
 
-#define SLICE_NS 100000000ull /* longest sleep before everything is looked at again */
-#define LOCKED   0x80000000u
+#define SLICE_NS  100000000ull /* longest sleep before everything is looked at again */
+#define LOCKED    0x80000000u
+#define LOST_MOST 1000u /* slots lost to others, before one waits as if there were none */
 
 static void cpu_relax(void) {
 #if defined(__x86_64__)
@@ -304,6 +305,8 @@ static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
         FAILPOINT("take.hint_cleared");
         return;
     }
+    if (WORD_EXPERT(before) >= r->n_experts) /* somebody wrote over the word */
+        return;
     uint32_t named = s + 1;
     atomic_compare_exchange_strong_explicit(&r->homes[WORD_EXPERT(before)], &named, 0, memory_order_relaxed,
                                             memory_order_relaxed);
@@ -323,7 +326,7 @@ static void taken(smoe_ring *r, uint32_t s, uint64_t before) {
 /* Take a slot for a demand; the caller has a reservation.  Returns the slot or an error.  There can be
  * none for a moment: while a guess, or a read whose waiters left, is being read into the last one. */
 static int take_slot(smoe_ring *r, uint32_t expert, struct limit *limit, smoe_error *e) {
-    for (unsigned tries = 0;;) {
+    for (unsigned tries = 0, lost = 0;;) {
         uint32_t seen = atomic_load_explicit(&r->hot->space, memory_order_seq_cst);
         uint64_t word;
         int s = next_slot(r, &word);
@@ -337,11 +340,13 @@ static int take_slot(smoe_ring *r, uint32_t expert, struct limit *limit, smoe_er
                 taken(r, (uint32_t)s, word);
                 return s;
             }
-            /* Lost to somebody else; or this handle's bits were taken from it, which ends the loop. */
+            /* Lost to somebody else; or this handle's bits were taken from it, which ends the loop; or somebody wrote
+             * over a word, and what is held here looks free: that is waited for, and in vain. */
             int rc = ring_check(r, e);
             if (rc)
                 return rc;
-            continue;
+            if (++lost % LOST_MOST)
+                continue;
         }
         atomic_store_explicit(&r->hot->space_wanted, 1, memory_order_seq_cst);
         if (tries++ == 0)

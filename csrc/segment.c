@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -256,14 +257,6 @@ static void bind_regions(smoe_ring *r, unsigned char *base, const struct smoe_he
 
 /* --- create --------------------------------------------------------------------------------------- */
 
-static bool within(uint64_t offset, uint64_t bytes, uint64_t limit) {
-    return offset <= limit && bytes <= limit - offset;
-}
-
-static bool run_within(uint32_t first, uint32_t n, uint32_t limit) {
-    return within(first, n, limit);
-}
-
 /* Hold every number of the tables against the others, before anybody relies on them. */
 static int check_tables(const smoe_ring *r, smoe_error *e) {
 #define CHECK(condition, what, i)                                                                                      \
@@ -276,11 +269,11 @@ static int check_tables(const smoe_ring *r, smoe_error *e) {
         const struct smoe_expert_rec *x = &r->experts[i];
         CHECK(x->layer < r->grid_layers && x->expert < r->grid_experts, "expert ids", i);
         CHECK(x->layout < r->n_layouts, "expert layout", i);
-        CHECK(x->n_windows && run_within(x->first_window, x->n_windows, r->n_windows), "expert windows", i);
-        CHECK(x->n_parts && run_within(x->first_part, x->n_parts, r->n_parts), "expert parts", i);
-        CHECK(run_within(x->first_move, x->n_moves, r->n_moves), "expert moves", i);
+        CHECK(x->n_windows && within(x->first_window, x->n_windows, r->n_windows), "expert windows", i);
+        CHECK(x->n_parts && within(x->first_part, x->n_parts, r->n_parts), "expert parts", i);
+        CHECK(within(x->first_move, x->n_moves, r->n_moves), "expert moves", i);
         const struct smoe_layout_rec *l = &r->layouts[x->layout];
-        CHECK(run_within(l->first_tensor, l->n_tensors, r->n_tensors), "layout tensors", x->layout);
+        CHECK(within(l->first_tensor, l->n_tensors, r->n_tensors), "layout tensors", x->layout);
         for (uint32_t t = l->first_tensor; t < l->first_tensor + l->n_tensors; t++) {
             const struct smoe_tensor_rec *q = &r->tensors[t];
             CHECK(q->part < x->n_parts, "tensor part", t);
@@ -399,6 +392,35 @@ out:
     return rc;
 }
 
+/* The header's offsets are those that its geometry gives. */
+static int check_header(const struct smoe_header *h, smoe_error *e) {
+    const smoe_geometry g = {
+        .slot_bytes = h->slot_bytes,
+        .n_slots = h->n_slots,
+        .n_experts = h->n_experts,
+        .n_windows = h->n_windows,
+        .n_parts = h->n_parts,
+        .n_moves = h->n_moves,
+        .n_layouts = h->n_layouts,
+        .n_tensors = h->n_tensors,
+        .n_files = h->n_files,
+        .grid_layers = h->grid_layers,
+        .grid_experts = h->grid_experts,
+        .strings_bytes = h->strings_bytes,
+        .read_align = h->read_align,
+    };
+    struct smoe_header own;
+    int rc = lay_out(&g, &own, e);
+    if (rc)
+        return rc;
+    size_t regions = offsetof(struct smoe_header, off_hot);
+    if (own.control_bytes != h->control_bytes || own.data_bytes != h->data_bytes || own.n_groups != h->n_groups ||
+        own.queue_capacity != h->queue_capacity || own.guess_limit != h->guess_limit ||
+        memcmp((const char *)&own + regions, (const char *)h + regions, sizeof own - regions) != 0)
+        return fail(e, SMOE_ECORRUPT, "region offsets", 0, own.control_bytes, h->control_bytes);
+    return 0;
+}
+
 /* --- adopt ---------------------------------------------------------------------------------------- */
 
 static int differs(smoe_error *e, const char *what, uint64_t wanted, uint64_t got) {
@@ -468,12 +490,29 @@ static int sane_words(const smoe_ring *r, smoe_error *e) {
     }
     for (uint32_t i = 0; i < r->n_experts; i++)
         if (atomic_load_explicit(&r->homes[i], memory_order_relaxed) > r->n_slots)
-            return fail(e, SMOE_ECORRUPT, "a home", 0, r->n_slots, r->homes[i]);
+            return fail(e, SMOE_ECORRUPT, "a home", 0, r->n_slots, i);
+    return 0;
+}
+
+/* The queues of a ring that nobody uses. */
+static int sane_queues(const smoe_ring *r, smoe_error *e) {
     const struct queue queues[] = {demand_queue(r), speculative_queue(r)};
     for (int q = 0; q < 2; q++)
         if (queue_length(queues[q]) > r->queue_capacity)
             return fail(e, SMOE_ECORRUPT, "a queue's positions", 0, r->queue_capacity, queue_length(queues[q]));
     return 0;
+}
+
+int smoe_intact(const smoe_ring *r, int state, smoe_error *error) {
+    struct smoe_header h = *r->header;
+    COPIED(h);
+    if (r->fork_generation != fork_generation())
+        return SMOE_EFORKED;
+    if (h.magic != SMOE_MAGIC || h.abi != SMOE_ABI || h.control_bytes != r->control_bytes || check_header(&h, error))
+        return fail(error, SMOE_ECORRUPT, "the header", 0, SMOE_MAGIC, h.magic);
+    if (h.state != (uint32_t)state)
+        return fail(error, SMOE_ECORRUPT, "the state", 0, (uint64_t)state, h.state);
+    return sane_words(r, error);
 }
 
 int smoe_adoptable(smoe_ring *r, const smoe_geometry *geometry, const smoe_tables *tables, smoe_error *error) {
@@ -483,7 +522,9 @@ int smoe_adoptable(smoe_ring *r, const smoe_geometry *geometry, const smoe_table
         rc = same_geometry(&own, r->header, error);
     if (rc == 0)
         rc = same_tables(r, tables, error);
-    return rc ? rc : sane_words(r, error);
+    if (rc == 0)
+        rc = sane_words(r, error);
+    return rc ? rc : sane_queues(r, error);
 }
 
 int smoe_set_settings(smoe_ring *r, const smoe_geometry *geometry) {
@@ -562,35 +603,6 @@ static int open_control(const char *name, struct smoe_header *h, bool any_state,
         return rc;
     }
     return fd;
-}
-
-/* The header's offsets are those that its geometry gives. */
-static int check_header(const struct smoe_header *h, smoe_error *e) {
-    const smoe_geometry g = {
-        .slot_bytes = h->slot_bytes,
-        .n_slots = h->n_slots,
-        .n_experts = h->n_experts,
-        .n_windows = h->n_windows,
-        .n_parts = h->n_parts,
-        .n_moves = h->n_moves,
-        .n_layouts = h->n_layouts,
-        .n_tensors = h->n_tensors,
-        .n_files = h->n_files,
-        .grid_layers = h->grid_layers,
-        .grid_experts = h->grid_experts,
-        .strings_bytes = h->strings_bytes,
-        .read_align = h->read_align,
-    };
-    struct smoe_header own;
-    int rc = lay_out(&g, &own, e);
-    if (rc)
-        return rc;
-    size_t regions = offsetof(struct smoe_header, off_hot);
-    if (own.control_bytes != h->control_bytes || own.data_bytes != h->data_bytes || own.n_groups != h->n_groups ||
-        own.queue_capacity != h->queue_capacity || own.guess_limit != h->guess_limit ||
-        memcmp((const char *)&own + regions, (const char *)h + regions, sizeof own - regions) != 0)
-        return fail(e, SMOE_ECORRUPT, "region offsets", 0, own.control_bytes, h->control_bytes);
-    return 0;
 }
 
 static int open_data(const char *name, const struct smoe_header *h, bool write, smoe_error *e) {
@@ -760,7 +772,32 @@ static void register_self(smoe_ring *r, const char *label) {
     FAILPOINT("register.done");
 }
 
+/* Keep the files' records and all strings as they are now: a worker opens files by them, whatever somebody writes over
+ * them later. */
+static int keep_files(smoe_ring *r, smoe_error *e) {
+    size_t bytes = r->n_files * sizeof *r->files;
+    char *own = malloc(bytes + r->strings_bytes);
+    if (!own)
+        return fail(e, -ENOMEM, "malloc", ENOMEM, bytes + r->strings_bytes, 0);
+    memcpy(own, r->files, bytes);
+    memcpy(own + bytes, r->strings, r->strings_bytes);
+    r->own = own;
+    r->files = r->own;
+    r->strings = own + bytes;
+    if (r->strings[r->strings_bytes - 1] != 0)
+        return fail(e, SMOE_ECORRUPT, "strings end", 0, 0, r->strings_bytes);
+    for (uint32_t i = 0; i < r->n_files; i++)
+        if (r->files[i].path >= r->strings_bytes)
+            return fail(e, SMOE_ECORRUPT, "file path", 0, r->strings_bytes, r->files[i].path);
+    return 0;
+}
+
+uint32_t smoe_files_sum(const smoe_ring *r) {
+    return smoe_crc32c(0, r->own, r->n_files * sizeof *r->files + r->strings_bytes);
+}
+
 static void unmap(smoe_ring *r) {
+    free(r->own);
     if (r->data)
         munmap(r->data, r->data_bytes);
     if (r->header)
@@ -776,7 +813,8 @@ static void find_run(smoe_ring *r) {
     uint64_t cells = (uint64_t)r->grid_layers * r->grid_experts;
     while (r->grid_first < cells && r->grid[r->grid_first] != 1)
         r->grid_first++;
-    while (r->grid_first + r->grid_run < cells && r->grid[r->grid_first + r->grid_run] == r->grid_run + 1)
+    while (r->grid_run < r->n_experts && r->grid_first + r->grid_run < cells &&
+           r->grid[r->grid_first + r->grid_run] == r->grid_run + 1)
         r->grid_run++;
 }
 
@@ -799,6 +837,9 @@ static int map_segments(smoe_ring *r, const char *name, smoe_error *e) {
     bind_regions(r, base, &h);
     plat_prefault(base, h.control_bytes, 1);
     plat_dontfork(base, h.control_bytes);
+    rc = keep_files(r, e);
+    if (rc)
+        return rc;
     if (mprotect(base + h.tables_offset, h.control_bytes - h.tables_offset, PROT_READ) != 0)
         return fail_errno(e, "mprotect of the tables");
     fd = open_data(name, &h, write, e);
@@ -859,6 +900,7 @@ void smoe_detach(smoe_ring *r) {
         if (r->data)
             munmap(r->data, r->data_bytes);
         free((void *)r->private_holds);
+        free(r->own);
         free(r);
         return;
     }
@@ -937,6 +979,32 @@ int smoe_bury(const char *name) {
     smoe_set_state(r, SMOE_GONE);
     smoe_detach(r);
     return 0;
+}
+
+/* --- memory that is not there any more ---------------------------------------------------------------- */
+
+static char crash_line[2][256];
+
+static void on_crash(int sig) {
+    const char *line = crash_line[sig == SIGBUS];
+    if (write(STDERR_FILENO, line, strlen(line)) < 0) {
+        /* Nobody hears it; the exit status says the signal. */
+    }
+    signal(sig, SIG_DFL);
+    raise(sig); /* when the handler has returned */
+}
+
+int smoe_say_crash(const char *name) {
+    snprintf(crash_line[0], sizeof crash_line[0],
+             "error: ring %s: ended by SIGSEGV: a fault of smoe-mp itself, or somebody wrote over its shared memory "
+             "/smoe.%s\n",
+             name, name);
+    snprintf(crash_line[1], sizeof crash_line[1],
+             "error: ring %s: ended by SIGBUS: somebody cut its shared memory short, /smoe.%s or /smoe.%s.d, or its "
+             "memory failed\n",
+             name, name, name);
+    struct sigaction a = {.sa_handler = on_crash};
+    return sigaction(SIGSEGV, &a, NULL) || sigaction(SIGBUS, &a, NULL) ? -errno : 0;
 }
 
 int smoe_lock_pages(smoe_ring *r) {

@@ -16,7 +16,8 @@
  * read_deadline_ms.
  *
  * Caveats, frankly: a client maps the control segment read-write.  A client that scribbles over it can
- * ruin the ring for all (never the experts' bytes, which are mapped read-only).  32 clients at most.
+ * ruin the ring for all (never the experts' bytes, which are mapped read-only; what else is promised then:
+ * docs/design.md).  32 clients at most.
  */
 #ifndef SMOE_H
 #define SMOE_H
@@ -188,12 +189,15 @@ typedef struct {
     uint32_t file;
     uint32_t reserved;
 } smoe_part;
-/* Layer, expert, layout, parts and tensors of an expert.  Each returns >= 0 or SMOE_EID. */
+/* Layer, expert, layout, parts and tensors of an expert.  Each returns >= 0, SMOE_EID, or SMOE_ECORRUPT where
+ * somebody has written over the tables and they lead out of the slot. */
 int smoe_expert_pair(const smoe_ring *ring, uint32_t expert_index, uint32_t *layer, uint32_t *expert);
 int smoe_expert_layout(const smoe_ring *ring, uint32_t expert_index);
 int smoe_expert_parts(const smoe_ring *ring, uint32_t expert_index, smoe_part *parts, uint32_t room);
 int smoe_expert_tensors(const smoe_ring *ring, uint32_t expert_index, smoe_tensor *tensors, uint32_t room);
 const char *smoe_file_path(const smoe_ring *ring, uint32_t file);
+/* Checksum of what this handle goes by of the files: their records, and all names. */
+uint32_t smoe_files_sum(const smoe_ring *ring);
 int smoe_file_mode(const smoe_ring *ring, uint32_t file);    /* as achieved: 0 unknown, 1 direct, 2 buffered,
                                                                 3 bounce buffer, 4 memory */
 int smoe_file_refusal(const smoe_ring *ring, uint32_t file); /* errno of the direct read that was refused */
@@ -370,6 +374,11 @@ int smoe_id_free(const smoe_ring *ring, uint32_t worker);
 /* Can this process, as its new supervisor, go on with a ring that another one made?  0, or SMOE_EDIFFERS
  * with the call naming what is not as geometry and tables have it, or SMOE_ECORRUPT. */
 int smoe_adoptable(smoe_ring *ring, const smoe_geometry *geometry, const smoe_tables *tables, smoe_error *error);
+/* Is what lies in shared memory what can lie there, with the ring in this state?  0, or SMOE_ECORRUPT with the call
+ * naming what somebody wrote over.  Not all of it is looked at. */
+int smoe_intact(const smoe_ring *ring, int state, smoe_error *error);
+/* Have this process say, before SIGBUS or SIGSEGV ends it, which ring it was that ended it: a line on stderr. */
+int smoe_say_crash(const char *name);
 /* Take over the settings of a geometry that may differ between two starts on one ring. */
 int smoe_set_settings(smoe_ring *ring, const smoe_geometry *geometry);
 

@@ -109,12 +109,16 @@ static bool is_first(uint64_t c, uint64_t position) {
     return (c & (LAP_MASK | FIRST)) == (lap_of(position) | FIRST);
 }
 
+static uint32_t cells_of(uint64_t first) {
+    return (uint32_t)(first >> 24 & 0xFFFFu) + 2;
+}
+
 /* Entries and head of a whole record at `position`, 0 where it is not whole. */
 static uint32_t whole_record(const smoe_ring *r, uint64_t position, uint64_t head) {
     uint64_t c = cell(r, position);
     if (!is_first(c, position))
         return 0;
-    uint64_t n = (c >> 24 & 0xFFFFu) + 2;
+    uint64_t n = cells_of(c);
     if (n > head - position)
         return 0;
     for (uint64_t i = 1; i < n; i++)
@@ -148,7 +152,7 @@ int64_t smoe_trace_read(const smoe_ring *r, int pass_over, uint64_t *position, u
         /* A cell may be written over between the look and the copy: the copy is looked at, too. */
         for (uint32_t i = 0; i < n; i++) {
             uint64_t c = cell(r, to + i);
-            if ((c & LAP_MASK) != lap_of(to + i))
+            if ((c & (LAP_MASK | FIRST)) != (lap_of(to + i) | (i == 0 ? FIRST : 0)) || (i == 0 && cells_of(c) != n))
                 n = 0;
             else
                 out[got + i] = c;

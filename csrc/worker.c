@@ -9,7 +9,8 @@
  * Elsewhere (NFS, SMB, 9p, FUSE, unknown) that is not so; there a worker reads into a buffer of its
  * own and copies.
  *
- * Shared memory is not trusted: records are copied, then checked, then used.  Direct I/O is not trusted
+ * Shared memory is not trusted: records are copied, then checked, then used; paths, and what the files are, are those
+ * that stood there when the worker attached, which it can be told the checksum of.  Direct I/O is not trusted
  * either: a refusal, at open or at any later read, switches the file to buffered reads with the pages
  * dropped behind them, unless the ring was made with direct_required.  A file is what the ring's record
  * says (device, inode, size, mtime), at open and again before each publication, or nothing of it is
@@ -57,6 +58,7 @@ struct outcome {
     uint32_t file;
     uint64_t offset, wanted, got;
     uint64_t asked; /* bytes asked of files */
+    uint64_t bytes; /* of the expert */
     bool checked;   /* held against a checksum */
 };
 
@@ -124,23 +126,30 @@ static int open_in_mode(struct worker *w, uint32_t i, int mode) {
     }
 }
 
+/* A descriptor for file i if it is the ring's still; *mode: as it is achieved.  Else -errno or -SMOE_READ_CHANGED. */
+static int open_same(struct worker *w, uint32_t i, int *mode) {
+    int fd = open_in_mode(w, i, *mode);
+    if (fd < 0 && *mode == SMOE_MODE_DIRECT && switch_to_buffered(w, i, -fd))
+        fd = open_in_mode(w, i, *mode = SMOE_MODE_BUFFERED);
+    if (fd >= 0 && !same_file(w->r, i, fd)) {
+        close(fd);
+        return -SMOE_READ_CHANGED;
+    }
+    return fd;
+}
+
 /* Open file i in the ring's mode for it.  0, errno or SMOE_READ_CHANGED. */
 static int open_file(struct worker *w, uint32_t i) {
     struct open_file *f = &w->files[i];
-    int mode = smoe_file_mode(w->r, i), fd = open_in_mode(w, i, mode);
-    if (fd < 0 && mode == SMOE_MODE_DIRECT && switch_to_buffered(w, i, -fd))
-        fd = open_in_mode(w, i, mode = SMOE_MODE_BUFFERED);
+    int mode = smoe_file_mode(w->r, i), fd = open_same(w, i, &mode);
+    if (fd >= 0 && mode == SMOE_MODE_UNKNOWN) { /* nobody has probed it */
+        mode = suggested_mode(fd);
+        smoe_set_file_mode(w->r, i, mode, 0);
+        close(fd);
+        fd = open_same(w, i, &mode);
+    }
     if (fd < 0)
         return -fd;
-    if (!same_file(w->r, i, fd)) {
-        close(fd);
-        return SMOE_READ_CHANGED;
-    }
-    if (mode == SMOE_MODE_UNKNOWN) { /* nobody has probed it */
-        smoe_set_file_mode(w->r, i, suggested_mode(fd), 0);
-        close(fd);
-        return open_file(w, i);
-    }
     f->fd = fd;
     f->mode = mode;
     w->open_count++;
@@ -270,42 +279,66 @@ static int read_window(struct worker *w, const struct smoe_window_rec *v, unsign
 
 /* --- one expert -------------------------------------------------------------------------------------- */
 
-static bool within(uint64_t offset, uint64_t bytes, uint64_t limit) {
-    return offset <= limit && bytes <= limit - offset;
+/* Lets a plan have no more bytes than a slot has, which also bounds how much work one can be. */
+static bool spend(uint64_t *left, uint64_t bytes) {
+    if (bytes > *left)
+        return false;
+    *left -= bytes;
+    return true;
 }
 
-static bool window_ok(const smoe_ring *r, const struct smoe_window_rec *v) {
-    return v->file < r->n_files && v->need <= v->length && within(v->slot_offset, v->length, r->slot_bytes);
+/* The window number i of the tables.  False: it leads out of its slot, or out of its file, whose end may cut short its
+ * last block and nothing that it needs. */
+static bool take_window(const smoe_ring *r, uint32_t i, struct smoe_window_rec *v) {
+    *v = r->windows[i];
+    COPIED(*v);
+    if (v->file >= r->n_files || (v->file_offset | v->length | v->slot_offset) % r->read_align)
+        return false;
+    uint64_t size = r->files[v->file].size, blocks = (size + r->read_align - 1) / r->read_align * r->read_align;
+    return v->need && v->need <= v->length && within(v->slot_offset, v->length, r->slot_bytes) &&
+           within(v->file_offset, v->need, size) && within(v->file_offset, v->length, blocks);
+}
+
+static struct smoe_expert_rec take_expert(const smoe_ring *r, uint32_t i) {
+    struct smoe_expert_rec x = r->experts[i];
+    COPIED(x);
+    return x;
 }
 
 static int read_plan(struct worker *w, uint32_t expert, unsigned char *slot, struct outcome *o) {
     smoe_ring *r = w->r;
     if (expert >= r->n_experts)
         return failed(o, SMOE_READ_PLAN, 0, 0, r->n_experts, expert);
-    const struct smoe_expert_rec x = r->experts[expert];
+    const struct smoe_expert_rec x = take_expert(r, expert);
+    o->bytes = x.bytes;
     if (x.n_windows == 0 || !within(x.first_window, x.n_windows, r->n_windows) ||
         !within(x.first_move, x.n_moves, r->n_moves))
         return failed(o, SMOE_READ_PLAN, 0, 0, r->n_windows, x.first_window);
+    uint64_t left = r->slot_bytes, left_to_move = r->slot_bytes;
     for (uint32_t i = 0; i < x.n_windows; i++) {
-        const struct smoe_window_rec v = r->windows[x.first_window + i];
-        if (!window_ok(r, &v))
+        struct smoe_window_rec v;
+        if (!take_window(r, x.first_window + i, &v) || !spend(&left, v.length))
             return failed(o, SMOE_READ_PLAN, 0, v.file_offset, r->slot_bytes, v.slot_offset);
         if (read_window(w, &v, slot + v.slot_offset, o))
             return o->error;
         FAILPOINT("read.window");
     }
     for (uint32_t i = 0; i < x.n_moves; i++) {
-        const struct smoe_move_rec m = r->moves[x.first_move + i];
-        if (!within(m.from, m.bytes, r->slot_bytes) || !within(m.to, m.bytes, r->slot_bytes))
+        struct smoe_move_rec m = r->moves[x.first_move + i];
+        COPIED(m);
+        if (!within(m.from, m.bytes, r->slot_bytes) || !within(m.to, m.bytes, r->slot_bytes) ||
+            !spend(&left_to_move, m.bytes))
             return failed(o, SMOE_READ_PLAN, 0, 0, r->slot_bytes, m.to);
         memmove(slot + m.to, slot + m.from, m.bytes);
         FAILPOINT("read.moved");
     }
     /* The bytes are of the file that the ring was made for, or they are not published. */
     for (uint32_t i = 0; i < x.n_windows; i++) {
-        const struct smoe_window_rec v = r->windows[x.first_window + i];
-        if (v.file >= r->n_files || get_file(w, v.file) != 0 || !same_file(r, v.file, w->files[v.file].fd))
-            return failed(o, SMOE_READ_CHANGED, v.file < r->n_files ? v.file : 0, v.file_offset, v.need, v.need);
+        struct smoe_window_rec v;
+        if (!take_window(r, x.first_window + i, &v))
+            return failed(o, SMOE_READ_PLAN, 0, v.file_offset, r->slot_bytes, v.slot_offset);
+        if (get_file(w, v.file) != 0 || !same_file(r, v.file, w->files[v.file].fd))
+            return failed(o, SMOE_READ_CHANGED, v.file, v.file_offset, v.need, v.need);
     }
     return 0;
 }
@@ -313,32 +346,34 @@ static int read_plan(struct worker *w, uint32_t expert, unsigned char *slot, str
 /* Hold what was read against the vault's checksum, where it has one: CRC-32C of the expert's parts in order. */
 static int check_sum(struct worker *w, uint32_t expert, const unsigned char *slot, struct outcome *o) {
     smoe_ring *r = w->r;
-    const struct smoe_expert_rec x = r->experts[expert]; /* read_plan has checked the index */
+    const struct smoe_expert_rec x = take_expert(r, expert); /* read_plan has checked the index */
+    uint32_t file = 0;
+    uint64_t offset = 0, left = r->slot_bytes;
     uint32_t sum = 0;
     if (!r->header->verify || x.crc32c == 0)
         return 0;
     if (x.n_parts == 0 || !within(x.first_part, x.n_parts, r->n_parts))
         return failed(o, SMOE_READ_PLAN, 0, 0, r->n_parts, x.first_part);
     for (uint32_t i = 0; i < x.n_parts; i++) {
-        const struct smoe_part_rec p = r->parts[x.first_part + i];
-        if (p.file >= r->n_files || !within(p.slot_offset, p.bytes, r->slot_bytes))
+        struct smoe_part_rec p = r->parts[x.first_part + i];
+        COPIED(p);
+        if (p.file >= r->n_files || !within(p.slot_offset, p.bytes, r->slot_bytes) || !spend(&left, p.bytes))
             return failed(o, SMOE_READ_PLAN, 0, p.file_offset, r->slot_bytes, p.slot_offset);
         sum = smoe_crc32c(sum, slot + p.slot_offset, p.bytes);
+        file = i ? file : p.file;
+        offset = i ? offset : p.file_offset;
     }
     o->checked = true;
-    if (sum == x.crc32c)
-        return 0;
-    const struct smoe_part_rec *first = &r->parts[x.first_part];
-    return failed(o, SMOE_READ_CHECKSUM, first->file, first->file_offset, x.crc32c, sum);
+    return sum == x.crc32c ? 0 : failed(o, SMOE_READ_CHECKSUM, file, offset, x.crc32c, sum);
 }
 
-static void finish(struct worker *w, uint32_t s, uint64_t word, const struct outcome *o, uint64_t began) {
+static void finish(struct worker *w, uint32_t s, const struct outcome *o, uint64_t began) {
     smoe_ring *r = w->r;
     struct smoe_slot *slot = &r->slots[s];
     uint64_t now = plat_now_ns();
     const struct counted counts[] = {
         {o->error ? SMOE_C_FAILED_READS : SMOE_C_READS, 1},
-        {SMOE_C_WANTED_BYTES, o->error ? 0 : r->experts[WORD_EXPERT(word)].bytes},
+        {SMOE_C_WANTED_BYTES, o->error ? 0 : o->bytes},
         {SMOE_C_DEVICE_BYTES, o->asked},
         {SMOE_C_READ_NS, now - began},
         {SMOE_C_CHECKED, o->checked},
@@ -404,7 +439,7 @@ static void serve(struct worker *w, uint32_t s) {
     if (read_plan(w, WORD_EXPERT(word), slot, &o) == 0)
         check_sum(w, WORD_EXPERT(word), slot, &o);
     FAILPOINT("read.done");
-    finish(w, s, word, &o, began);
+    finish(w, s, &o, began);
     atomic_store_explicit(&me->current_slot, 0, memory_order_relaxed);
     atomic_store_explicit(&me->read_started_ns, 0, memory_order_relaxed);
 }

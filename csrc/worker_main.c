@@ -1,6 +1,9 @@
 /* worker_main.c: the program smoe-worker: one I/O worker of a ring, started by the supervisor.
  *
- *     smoe-worker --name NAME --id N --creation HEX [--watch-fd FD] [--ready-fd FD]
+ *     smoe-worker --name NAME --id N --creation HEX [--files HEX] [--watch-fd FD] [--ready-fd FD]
+ *
+ * --files: the checksum of the files' records as the supervisor has them.  By those a worker opens files, and one that
+ * starts later may find them written over.
  *
  * Exit status: 0 told to end, 1 it could not start (one line on stderr says why), 2 wrong usage,
  * 3 the supervisor died.
@@ -23,8 +26,8 @@ static void on_term(int sig) {
 }
 
 static int usage(void) {
-    fprintf(stderr, "smoe-worker: usage: smoe-worker --name NAME --id N --creation HEX [--watch-fd FD] "
-                    "[--ready-fd FD]; it is started by `smoe-mp up`\n");
+    fprintf(stderr, "smoe-worker: usage: smoe-worker --name NAME --id N --creation HEX [--files HEX] "
+                    "[--watch-fd FD] [--ready-fd FD]; it is started by `smoe-mp up`\n");
     return 2;
 }
 
@@ -47,7 +50,7 @@ static void catch_signals(void) {
 }
 
 int main(int argc, char **argv) {
-    const char *name = NULL, *creation = NULL;
+    const char *name = NULL, *creation = NULL, *files = NULL;
     long id = -1, watch_fd = -1, ready_fd = -1;
     for (int i = 1; i < argc; i += 2) {
         if (i + 1 >= argc)
@@ -56,6 +59,8 @@ int main(int argc, char **argv) {
             name = argv[i + 1];
         else if (!strcmp(argv[i], "--creation"))
             creation = argv[i + 1];
+        else if (!strcmp(argv[i], "--files"))
+            files = argv[i + 1];
         else if (!(!strcmp(argv[i], "--id") && number(argv[i + 1], 0, SMOE_WORKERS - 1, &id)) &&
                  !(!strcmp(argv[i], "--watch-fd") && number(argv[i + 1], 0, 1 << 20, &watch_fd)) &&
                  !(!strcmp(argv[i], "--ready-fd") && number(argv[i + 1], 0, 1 << 20, &ready_fd)))
@@ -79,6 +84,15 @@ int main(int argc, char **argv) {
     snprintf(hex, sizeof hex, "%016" PRIx64 "%016" PRIx64, ring->header->creation[0], ring->header->creation[1]);
     if (creation && strcmp(hex, creation) != 0) {
         fprintf(stderr, "smoe-worker: ring %s: is %s, not %s: it was replaced\n", name, hex, creation);
+        smoe_detach(ring);
+        return 1;
+    }
+    snprintf(hex, sizeof hex, "%08" PRIx32, smoe_files_sum(ring));
+    if (files && strcmp(hex, files) != 0) {
+        fprintf(stderr,
+                "smoe-worker: ring %s: somebody has written over its shared memory: the records of its files have "
+                "the checksum %s, not %s: stop the system and start it anew\n",
+                name, hex, files);
         smoe_detach(ring);
         return 1;
     }

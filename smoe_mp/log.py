@@ -200,9 +200,14 @@ def opened(loaded: LoadedConfig, *, read: bool = False, to_file: bool = False) -
     except SmoeError as error:
         log.failed(error)
         raise
-    except Exception:  # a fault of ours
-        if log.file is not None:
-            logger.critical("a fault of smoe-mp itself", exc_info=True)
+    except Exception:  # the traceback follows on stderr
+        name = loaded.config.name
+        logger.critical(
+            "ring %s: a fault of smoe-mp itself, or somebody wrote over its shared memory /smoe.%s",
+            name,
+            name,
+            exc_info=log.file is not None,
+        )
         raise
     finally:
         log.close()

@@ -275,7 +275,7 @@ class _Facts:
         if (known := self._parts.get(index)) is None:
             n = check_plain(lib.smoe_expert_parts(self._handle.ptr, index, ffi.NULL, 0), self._handle.name)
             room = ffi.new("smoe_part[]", n)
-            lib.smoe_expert_parts(self._handle.ptr, index, room, n)
+            check_plain(lib.smoe_expert_parts(self._handle.ptr, index, room, n), self._handle.name)
             known = self._parts[index] = [(p.offset, p.bytes) for p in room]
         return known
 
@@ -283,7 +283,7 @@ class _Facts:
         if (known := self._tensors.get(index)) is None:
             n = check_plain(lib.smoe_expert_tensors(self._handle.ptr, index, ffi.NULL, 0), self._handle.name)
             room = ffi.new("smoe_tensor[]", n)
-            lib.smoe_expert_tensors(self._handle.ptr, index, room, n)
+            check_plain(lib.smoe_expert_tensors(self._handle.ptr, index, room, n), self._handle.name)
             known = self._tensors[index] = {
                 text(t.name): TensorInfo(
                     text(t.name),

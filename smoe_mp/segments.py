@@ -194,6 +194,16 @@ def _settled_state(name: str) -> int | None:
         time.sleep(0.05)
 
 
+def prewarm_words(state: int) -> str:
+    """What the prewarm process says of itself, in words."""
+    return PREWARM_STATES[state] if state < len(PREWARM_STATES) else f"{state}, which is none"
+
+
+def say_crash(name: str) -> None:
+    """Have this process say on stderr, before SIGBUS or SIGSEGV ends it, that it was over the ring `name`."""
+    check_plain(lib.smoe_say_crash(name.encode()), name)
+
+
 def _state_words(state: int) -> str:
     """A state, or the error that stands for it, in words."""
     if state < 0:
@@ -289,6 +299,7 @@ class Segments:
         self.name = name
         self.ring = ring
         self.creation_hex = f"{info.creation[0]:016x}{info.creation[1]:016x}"
+        self.files_sum_hex = f"{lib.smoe_files_sum(ring):08x}"
         self.slot_bytes = int(info.slot_bytes)
         self.n_slots = int(info.n_slots)
         self.data_bytes = int(info.data_bytes)
@@ -319,6 +330,13 @@ class Segments:
     @property
     def state(self) -> str:
         return _state_words(lib.smoe_ring_state(self.ring))
+
+    def damage(self, state: str) -> str:
+        """What somebody wrote over of the control segment, "" if nothing shows; it is to be in `state`."""
+        error = new_error()
+        if lib.smoe_intact(self.ring, STATES.index(state), error) == 0:
+            return ""
+        return _difference(lib.SMOE_ECORRUPT, error)
 
     def census(self) -> dict[str, int]:
         """Slots by state, and beside them: held slots, guesses loading, slots reserved."""

@@ -148,6 +148,7 @@ class Supervisor:
         self._away: dict[int, str] = {}  # files that cannot be looked up, by number
         self._stale = ""  # which file changed, and how
         self._hang_said = self._failing_said = False
+        self._damage = ""  # what somebody wrote over of the shared memory
         self._started = time.monotonic()
         self._stop_reason = ""
         self._state = "starting"
@@ -169,6 +170,7 @@ class Supervisor:
         worker dies.
         """
         segments.check_name(self._config.name)
+        segments.say_crash(self._config.name)
         with ExitStack() as undo:
             self._inbox = SignalInbox()
             undo.callback(self._inbox.close)
@@ -373,6 +375,8 @@ class Supervisor:
         """ "ok", or what is wrong, for people."""
         if self._stale:
             return f"stale: {self._stale}; nothing is served until the system is stopped and started anew"
+        if self._damage:
+            return f"damaged: somebody wrote over the shared memory: {self._damage}; start the system anew"
         if self._state == "drained":
             return "drained: demand is refused until it is resumed"
         if self._workers.failing:
@@ -386,7 +390,7 @@ class Supervisor:
 
     def _prewarm_status(self) -> dict[str, Any]:
         get = self._segments.prewarm_get
-        state = segments.PREWARM_STATES[get("state")] if self._prewarm.alive else "not running"
+        state = segments.prewarm_words(get("state")) if self._prewarm.alive else "not running"
         if self._prewarm.failing:
             state = f"failing: it keeps dying; {state}"
         return {
@@ -602,6 +606,7 @@ class Supervisor:
 
     def _start_worker(self, number: int) -> Child:
         argv = [str(segments.worker_program()), *self._ring_args(), "--id", str(number)]
+        argv += ["--files", self._segments.files_sum_hex]
         return Child(f"worker {number}", argv, self._watch, self._loop, self._child_said(f"worker {number}"))
 
     def _start_prewarm(self, number: int) -> Child:
@@ -685,6 +690,7 @@ class Supervisor:
         self._recover()
         self._give_up_unserved()
         self._check_files()
+        self._check_memory()
         self._tell()
         for number, file in enumerate(self._segments.files()):
             if file["mode"] != self._modes[number]:
@@ -706,6 +712,17 @@ class Supervisor:
         if (health := self._health()) != self._said_health:
             self._said_health = health
             self._notify.status(self._summary())
+
+    def _check_memory(self) -> None:
+        """Whoever writes over the ring may ruin it, but not unsaid; and it stays said."""
+        as_set = {"drained": "stopping"}.get(self._state, self._state)
+        if not self._damage and (found := self._segments.damage(as_set)):
+            self._damage = found
+            segment = segments.segment_names(self._config.name)[0]
+            self._warn(
+                f"somebody wrote over the shared memory {segment}: {found}; what is asked of it may fail:"
+                " stop the system and start it anew"
+            )
 
     def _check_files(self) -> None:
         """Look at the source's files when it is time to, or when reads have failed."""

@@ -34,7 +34,7 @@ from smoe_mp.control.commands import Prewarm, Status, StatusResult, Workers
 from smoe_mp.errors import NoAnswer, Refused, RingReplaced, SmoeError
 from smoe_mp.observer import GUESS, HELD, STATE_NAMES, Observer
 from smoe_mp.runtime import human_bytes, human_duration
-from smoe_mp.segments import PREWARM_STATES
+from smoe_mp.segments import prewarm_words
 
 WIDTH = 80
 MAP_ROWS = 8
@@ -253,8 +253,7 @@ def _workers(view: View, now: Sample) -> Iterator[Text]:
 
 def _prewarm(now: Sample) -> Iterator[Text]:
     state, done, goal = now.prewarm
-    word = PREWARM_STATES[state] if 0 <= state < len(PREWARM_STATES) else "?"
-    filled = round(20 * done / goal) if goal else 0
+    word, filled = prewarm_words(state), min(20, round(20 * done / goal)) if goal else 0
     yield _line(f"[bold]prewarm[/] {word}  |{'#' * filled}{'.' * (20 - filled)}| {done} of {goal}")
 
 
@@ -307,7 +306,7 @@ class Top:
             self._ask()
 
     def _is_paused(self) -> bool:
-        return PREWARM_STATES[self._sample.prewarm[0]] == "paused"
+        return prewarm_words(self._sample.prewarm[0]) == "paused"
 
     def _ask(self) -> None:
         try:

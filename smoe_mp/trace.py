@@ -236,13 +236,21 @@ def _from_cells(cells: Column, ids: Column, **more: Any) -> Trace:
     is_entry[at + 1] = False
     times = cells[at + 1] >> 13
     entries = cells[is_entry]
+    kinds, indices = heads >> 13 & 7, entries >> 13 & 0x1FFFFF
+    if (
+        counts.sum() != len(entries)
+        or (kinds == 0).any()
+        or (kinds == 7).any()
+        or (indices >= len(ids)).any()
+    ):
+        raise RingError("the trace's log in shared memory does not add up: somebody wrote over it")
     return Trace(
-        kind=(heads >> 13 & 7).astype(np.uint8),
+        kind=kinds.astype(np.uint8),
         who=(heads >> 16 & 0xFF).astype(np.uint8),
         layer=(heads >> 40).astype(np.uint32),
         time_us=times - (times.min() if len(times) else np.uint64(0)),
         first=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
-        expert=ids[(entries >> 13 & 0x1FFFFF).astype(np.int64)],
+        expert=ids[indices.astype(np.int64)],
         outcome=(entries >> 34 & 3).astype(np.uint8),
         **more,
     )

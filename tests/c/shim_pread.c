@@ -12,6 +12,8 @@
  *   SHIM_AT=OFFSET:ERRNO:TIMES[,...]
  *                          reads over byte OFFSET fail with ERRNO, TIMES times (0: always)
  *   SHIM_HANG=OFFSET:PATH  reads over byte OFFSET begin when there is no file PATH
+ *   SHIM_GUARD=SLOT:PATH   a line in PATH for each read that leads out of its file (whose last block of 4096 bytes
+ *                          counts whole), or to shared memory and out of a slot of SLOT bytes; and one for the first
  *   SHIM_LOG=PATH          a line for each read: d or b, offset, bytes asked, result or -errno
  *
  * The worker reads in one thread, so plain counters do.
@@ -20,9 +22,11 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -32,7 +36,8 @@ struct fault_at {
 };
 
 static long long halves_from, refuse_from, refuse_error, open_error, nth, nth_error, hang_at;
-static int interrupt, log_fd = -1;
+static int interrupt, log_fd = -1, guard_fd = -1;
+static long long guarded_slot, guarded;
 static const char *hang_file;
 static struct fault_at faults[16];
 static int n_faults;
@@ -74,6 +79,10 @@ __attribute__((constructor)) static void configure(void) {
         hang_at = field(&v);
         hang_file = v;
     }
+    if ((v = getenv("SHIM_GUARD"))) {
+        guarded_slot = field(&v);
+        guard_fd = (int)syscall(SYS_openat, AT_FDCWD, v, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    }
     if ((v = getenv("SHIM_LOG")))
         log_fd = (int)syscall(SYS_openat, AT_FDCWD, v, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 }
@@ -102,6 +111,39 @@ static long long fault(off_t offset, size_t count, int direct) {
     return 0;
 }
 
+/* Where the map of shared memory begins that has the address, and whether it is of data; 0: none has. */
+static uintptr_t map_of(uintptr_t at, int *data) {
+    char line[600];
+    unsigned long from, to;
+    uintptr_t found = 0;
+    FILE *maps = fopen("/proc/self/maps", "re");
+    while (maps && !found && fgets(line, sizeof line, maps))
+        if (strstr(line, "/dev/shm/smoe.") && sscanf(line, "%lx-%lx", &from, &to) == 2 && at >= from && at < to) {
+            found = from;
+            *data = strstr(line, ".d\n") != NULL;
+        }
+    if (maps)
+        fclose(maps);
+    return found;
+}
+
+static void guard(int fd, const void *to, size_t count, off_t offset) {
+    struct stat st;
+    char line[200];
+    int data = 0;
+    uintptr_t map = map_of((uintptr_t)to, &data);
+    const char *what = guarded++ ? NULL : "first";
+    if (fstat(fd, &st) != 0 || offset < 0 || offset > st.st_size ||
+        (long long)count > (st.st_size + 4095) / 4096 * 4096 - offset)
+        what = "out of the file";
+    else if (map && (!data || (long long)(((uintptr_t)to - map) % (uintptr_t)guarded_slot + count) > guarded_slot))
+        what = "out of the slot";
+    if (what) {
+        int n = snprintf(line, sizeof line, "%s: %zu bytes at %lld to %p\n", what, count, (long long)offset, to);
+        (void)!write(guard_fd, line, (size_t)n);
+    }
+}
+
 static void note(int direct, off_t offset, size_t count, long long result) {
     char line[128];
     if (log_fd < 0)
@@ -116,6 +158,8 @@ ssize_t pread(int fd, void *to, size_t count, off_t offset) {
         errno = EINTR;
         return -1;
     }
+    if (guard_fd >= 0)
+        guard(fd, to, count, offset);
     reads++;
     direct_reads += direct;
     hang(offset, count);

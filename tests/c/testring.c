@@ -357,7 +357,7 @@ static void bend(smoe_ring *r, ptrdiff_t by) {
     BEND(header), BEND(hot), BEND(reservations), BEND(participants), BEND(counters), BEND(file_modes);
     BEND(ticks), BEND(bounds), BEND(empties), BEND(guesses), BEND(colds), BEND(demand_cells), BEND(speculative_cells);
     BEND(homes), BEND(histogram), BEND(words), BEND(slots), BEND(grid), BEND(experts), BEND(windows), BEND(parts);
-    BEND(moves), BEND(layouts), BEND(tensors), BEND(files), BEND(strings);
+    BEND(moves), BEND(layouts), BEND(tensors);
 #undef BEND
 }
 

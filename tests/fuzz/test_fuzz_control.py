@@ -1,5 +1,6 @@
 """100,000 messages at the control plane: bytes, broken and odd JSON, requests with odd fields.  It answers or
-counts each, does nothing that a right request would not do, and goes on.  CONTROL_FUZZ_RUNS: how many."""
+counts each, does nothing that a right request would not do, and goes on.  CONTROL_FUZZ_RUNS: how many;
+FUZZ_SECONDS: for how long instead."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import zmq
+from cases import cases, first_seed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ from smoe_mp.control.commands import COMMANDS
 from smoe_mp.control.server import ControlServer
 
 RUNS = int(os.environ.get("CONTROL_FUZZ_RUNS", "100000"))
-SEED = int(os.environ.get("FUZZ_SEED", "1"))
+SEED = first_seed(1)
 LIMIT_MS = 60_000
 
 
@@ -173,9 +175,10 @@ def test_a_hundred_thousand_messages(
     served: tuple[ControlServer, Recorder, zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("CRITICAL")
+    print(f"FUZZ_SEED={SEED}")
     rng = random.Random(SEED)
     seen: set[str] = set()
-    for _ in range(max(1, RUNS // 100)):
+    for _ in cases(max(1, RUNS // 100)):
         batch = [message(rng) for _ in range(100)]
         replies = throw(served, batch)
         judge(replies, served[1])

@@ -6,7 +6,7 @@ and the read plans can be made; or it is refused with a VaultError.  Nothing els
 run for ever, and memory must stay in proportion to the files.
 
 FUZZ_RUNS=N runs N cases of each kind (20 times as many of headers alone) instead of some; FUZZ_SEED=N begins
-elsewhere.
+elsewhere, FUZZ_SECONDS=N takes so many seconds for each kind instead.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import cases, first_seed
 from checkpoints import RECIPES, encode, make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ from smoe_mp.sources.checkpoint import read_header
 from smoe_mp.sources.manifest import write_manifest
 
 RUNS = int(os.environ.get("FUZZ_RUNS", "100"))
-SEED = int(os.environ.get("FUZZ_SEED", "0"))
+SEED = first_seed(0)
 #: A bound for what always ends.
 LIMIT_S = 150
 #: Every so often a case is run under tracemalloc, which makes it several times slower.
@@ -171,10 +172,12 @@ def open_and_check(path: Path) -> bool:
 
 def run(folder: Path, path: Path, case: Callable[[random.Random], None], kind: int) -> None:
     """RUNS cases: `case` changes the model in `folder`, which is then opened by `path`."""
-    opened = 0
+    opened = tried = 0
     with bounded():
         open_and_check(path)
-    for number in range(RUNS):
+    print(f"FUZZ_SEED={SEED}")
+    for number in cases(RUNS):
+        tried += 1
         rng = random.Random(f"{SEED} {kind} {number}")
         case(rng)
         size = sum(file.stat().st_size for file in folder.iterdir())
@@ -195,7 +198,7 @@ def run(folder: Path, path: Path, case: Callable[[random.Random], None], kind: i
             raise
         finally:
             tracemalloc.stop()
-    assert opened < RUNS, "nothing was ever refused"
+    assert opened < tried, "nothing was ever refused"
 
 
 @pytest.mark.timeout(0)
@@ -209,8 +212,9 @@ def test_safetensors_headers(tmp_path: Path) -> None:
     few = dict(list(header.items())[:4])
     size = sum(end - begin for begin, end in (entry["data_offsets"] for entry in few.values()))
     data = raw[8 + length : 8 + length + size]
-    opened = 0
-    for number in range(20 * RUNS):
+    opened = tried = 0
+    for number in cases(20 * RUNS):
+        tried += 1
         rng = random.Random(f"{SEED} header {number}")
         if rng.random() < 0.7:
             out = encode(change_json(rng, few), data)
@@ -227,7 +231,7 @@ def test_safetensors_headers(tmp_path: Path) -> None:
         assert sum(end - begin for begin, end in spans) == len(out) - 8 - int.from_bytes(out[:8], "little")
         assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
         assert not spans or spans[-1][1] == len(out)
-    assert 0 < opened < 20 * RUNS
+    assert 0 < opened < tried
 
 
 MODELS = ("qwen3_moe", "deepseek_v3 float8", "gpt_oss mxfp4", "gemma4", "rows and biases", "nemotron_h")
