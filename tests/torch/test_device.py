@@ -414,6 +414,25 @@ def test_mxfp4_becomes_numbers_on_the_device(device: str, tmp_path: Path, stream
     assert_same(model, reference, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_the_cache_has_is_not_guessed(device: str, tmp_path: Path, streamed: Streamed) -> None:
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    model = streamed(path, dtype=torch.bfloat16, look_ahead=3)
+    with_cache(model, 6, device)
+    ring, cache = smoe_mp.transformers.ring_of(model), smoe_mp.transformers.cache_of(model)
+    told: list[tuple[int, int]] = []
+    speculate = ring.speculate
+
+    def guess(layer: int, experts: list[int]) -> int:
+        assert not any((layer, e) in cache for e in experts)
+        told.extend((layer, e) for e in experts)
+        return int(speculate(layer, experts))
+
+    ring.speculate = guess
+    assert_same(model, grouped(path, device), device)
+    assert {layer for layer, _ in told} == {1}
+
+
 def test_another_device_than_the_experts_is_refused(tmp_path: Path, streamed: Streamed) -> None:
     path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
     model = streamed(path)
