@@ -39,7 +39,6 @@ class _Files:
     peak: str
     events: str
     anonymous: str
-    dropped: str
 
 
 _V1 = _Files(
@@ -49,17 +48,8 @@ _V1 = _Files(
     "memory.max_usage_in_bytes",
     "memory.oom_control",
     "rss",
-    "pgpgout",
 )
-_V2 = _Files(
-    "memory.max",
-    "memory.swap.max",
-    "0",
-    "memory.peak",
-    "memory.events",
-    "anon",
-    "pgsteal",
-)
+_V2 = _Files("memory.max", "memory.swap.max", "0", "memory.peak", "memory.events", "anon")
 
 
 class MemoryGroup:
@@ -87,11 +77,6 @@ class MemoryGroup:
     def kills(self) -> int:
         """How many processes the kernel killed because the limit was reached."""
         return _value((self.path / self._files.events).read_text(), "oom_kill")
-
-    def dropped_pages(self) -> int:
-        """How many pages were taken from it up to now for want of room; of version 1, those that were given
-        back as well."""
-        return _value((self.path / "memory.stat").read_text(), self._files.dropped)
 
     def end(self) -> None:
         """Kill what still runs in it, and remove it.  SmoeError where that does not come to an end."""

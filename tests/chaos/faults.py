@@ -59,7 +59,7 @@ from chaos import (  # noqa: E402
     scratch,
     write_vault,
 )
-from faultkit import mounted, shim  # noqa: E402
+from faultkit import cached_pages, mounted, shim  # noqa: E402
 
 from smoe_mp import histogram  # noqa: E402
 from smoe_mp.bench.cgroup import MemoryGroup, memory_group  # noqa: E402
@@ -144,11 +144,12 @@ class Fault:
     """One kind: `begin`, `look` after each round, `lift`, and then `recovered` has to hold.
 
     `excuses`: errors that clients may see from its begin until all is well again.  `ends_ring`: it takes a
-    new start to serve again.
+    new start to serve again.  `once`: what each supervisor that lives meanwhile may say once.
     """
 
     excuses: ClassVar[tuple[str, ...]] = ()
     ends_ring = False
+    once = ""
 
     def __init__(self, chaos: Faulty) -> None:
         self.chaos, self.rng = chaos, chaos.rng
@@ -168,6 +169,7 @@ class Fault:
 class Truncated(Fault):
     excuses = ("SourceChanged", "ExpertReadError", "RingReplaced", "RingStopping")
     ends_ring = True
+    once = "nothing is served any more"
 
     def begin(self) -> None:
         with self.chaos.no_start():
@@ -212,6 +214,7 @@ class Replaced(Truncated):
 
 class Removed(Fault):
     excuses = ("ExpertReadError",)
+    once = "it cannot be looked up"
 
     def begin(self) -> None:
         self.chaos.vault.rename(self.chaos.folder / "away.smoe")
@@ -298,10 +301,11 @@ class ReadOnly(Full):
 HOG = """
 import sys
 held = [bytearray(b"x" * (1 << 20)) for _ in range(int(sys.argv[1]) >> 20)]
-while sys.argv[2] == "read":
-    with open(sys.argv[3], "rb", buffering=0) as f:
+while True:
+    with open(sys.argv[2], "rb", buffering=0) as f:
         while f.read(1 << 20):
             pass
+    print(flush=True)
 """
 
 
@@ -313,34 +317,39 @@ class Memory(Fault):
         self.kills = self.group.kills()
         self.large.write_bytes(b"")
         os.truncate(self.large, 2 * SPARE_BYTES)  # a hole is read into the cache like anything else
-        self.hog = self.start_hog(GROUP_BYTES - SPARE_BYTES - self.group.held_bytes(), "read")
-        self.pages = self.group.dropped_pages()
+        self.hog = self.start_hog(GROUP_BYTES - SPARE_BYTES - self.group.held_bytes())
 
     @property
     def large(self) -> Path:
         return self.chaos.folder / "large"
 
-    def start_hog(self, size: int, what: str) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-c", HOG, str(size), what, str(self.large)]
-        return subprocess.Popen(self.group.inside(argv), stdin=subprocess.DEVNULL)
+    @property
+    def passes(self) -> Path:
+        """A line for each time that the hog has read the file."""
+        return self.chaos.folder / "passes"
+
+    def start_hog(self, size: int) -> subprocess.Popen[bytes]:
+        command = self.group.inside([sys.executable, "-c", HOG, str(size), str(self.large)])
+        with self.passes.open("wb") as said:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said)
 
     def look(self) -> None:
         if self.hog.poll() is not None or self.group.kills() != self.kills:
             self.chaos.problem(f"the hog was to press, not to kill: {self.group.kills() - self.kills} killed")
 
     def lift(self) -> None:
-        enough = SPARE_BYTES // mmap.PAGESIZE  # more than what processes that end give back
-        self.chaos.wait(lambda: self.dropped() > enough, "memory is reclaimed")
-        self.chaos.reclaimed += self.dropped()
+        self.chaos.wait(lambda: self.passes.stat().st_size > 0, "the hog has read the file")
+        dropped = 2 * SPARE_BYTES - cached_pages(self.large) * mmap.PAGESIZE
+        if dropped <= 0:
+            self.chaos.problem("all of what the hog read is in memory: nothing had to be reclaimed")
+        self.chaos.reclaimed += dropped
         self.end()
-
-    def dropped(self) -> int:
-        return self.group.dropped_pages() - self.pages
 
     def end(self) -> None:
         self.hog.kill()
         self.hog.wait()
         self.large.unlink(missing_ok=True)
+        self.passes.unlink(missing_ok=True)
 
 
 def mark(pid: int, badness: int) -> None:
@@ -367,7 +376,7 @@ class OutOfMemory(Memory):
         mark(victim, 1000)
         self.victims.append(victim)
         chaos.deaths["worker"].append(time.monotonic())
-        hog = self.start_hog(2 * GROUP_BYTES, "once")
+        hog = self.start_hog(2 * GROUP_BYTES)
         chaos.wait(lambda: hog.poll() is not None, "the end of the hog")
         self.hogs += 1
         mark(victim, 0)
@@ -389,6 +398,7 @@ class OutOfMemory(Memory):
 
     def end(self) -> None:
         """Its hogs end by themselves."""
+        self.passes.unlink(missing_ok=True)
 
 
 class Clock(Fault):
@@ -559,7 +569,7 @@ class Faulty(Chaos):
 
     def suffer(self, kind: str, rounds: int) -> None:
         self.fault = KINDS[kind](self)
-        span = Span(f"fault {kind}", time.monotonic())
+        span, log_from, starts = Span(f"fault {kind}", time.monotonic()), self.log_size(), self.starts
         self.spans.append(span)
         try:
             self.fault.begin()
@@ -573,6 +583,9 @@ class Faulty(Chaos):
         finally:
             self.fault.end()
         self.check_popularity()
+        times = self.said_since(log_from).count(self.fault.once) if self.fault.once else 0
+        if times > 1 + self.starts - starts:
+            self.problem(f"said {times} times: {self.fault.once}")
         span.ended = time.monotonic()
         self.figures.faults[kind] += 1
         self.fault = None
@@ -599,7 +612,7 @@ class Faulty(Chaos):
         super().print_report(took_s)
         print(
             f"faults: {listed(self.figures.faults)}; popularity: {self.loads} looks at it whole,"
-            f" {self.refusals} saves refused; memory: {self.reclaimed} pages reclaimed,"
+            f" {self.refusals} saves refused; memory: {self.reclaimed // MIB} MiB reclaimed,"
             f" {self.starved} workers killed for want of it"
         )
 
