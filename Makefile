@@ -9,13 +9,14 @@ CTEST_FLAGS ?=
 
 CHAOS_ROUNDS ?= 1000
 FUZZ_RUNS ?= 10000
+COVER ?= tests/unit tests/process tests/fuzz
 # Of tests/process, what may run beside other tests; the others have the machine for themselves.
 BESIDE := $(wildcard tests/process/test_bench*.py) $(patsubst %,tests/process/test_%.py, \
     capi demo_run engine_ring exact_counts fork_and_tracker gguf_ring hung_reads in_order lru_traces pack_process \
     packaging ring source_contract typed_views verified_reads)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model wheels chaos fuzz bench tiny clean setup torch
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model coverage wheels chaos fuzz bench tiny clean setup torch
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -61,6 +62,9 @@ arm: $(VENV)/.ready ## compile everything in C for Linux on arm64 and run its te
 
 model: ## check the protocol's model with spin
 	@tests/model/run.sh
+
+coverage: ## which lines of C and Python the tests run, into build/coverage; COVER=tests/unit for a part of them
+	tools/coverage.sh $(PYTHON) $(COVER)
 
 wheels: $(VENV)/.ready ## sdist and wheel, built and tried in a new environment of every Python from 3.11 on
 	$(PY) tools/wheels.py
