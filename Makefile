@@ -10,11 +10,12 @@ CTEST_FLAGS ?=
 CHAOS_ROUNDS ?= 1000
 SOAK_SECONDS ?= 3600
 FUZZ_SECONDS ?= 600
+COVER ?= tests/unit tests/process tests/fuzz
 # Tests that want the machine for themselves; all others run two at a time.
 ALONE := tests/process/test_chaos_short.py
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test ctest pytest lint format asan tsan macos arm model wheels chaos soak fuzz bench tiny clean setup torch
+.PHONY: help demo test ctest pytest lint format asan tsan macos arm model coverage wheels chaos soak fuzz bench tiny clean setup torch
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -60,6 +61,9 @@ arm: $(VENV)/.ready ## compile everything in C for Linux on arm64 and run its te
 
 model: ## check the protocol's model with spin
 	@tests/model/run.sh
+
+coverage: ## which lines of C and Python the tests run, into build/coverage; COVER=tests/unit for a part of them
+	tools/coverage.sh $(PYTHON) $(COVER)
 
 wheels: $(VENV)/.ready ## sdist and wheel, built and tried in a new environment of every Python from 3.11 on
 	$(PY) tools/wheels.py

@@ -125,8 +125,3 @@ uint32_t crc32c_by_tables(uint32_t crc, const void *data, uint64_t bytes) {
     pthread_once(&once, prepare);
     return ~tables_run(~crc, data, bytes);
 }
-
-int smoe_crc32c_instruction(void) {
-    pthread_once(&once, prepare);
-    return by_instruction;
-}

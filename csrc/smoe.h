@@ -394,10 +394,9 @@ typedef struct {
 int smoe_memory_level(void);
 /* Open PATH and try one real aligned direct read. */
 int smoe_probe(const char *path, smoe_probe_result *result, smoe_error *error);
-/* CRC-32C of `bytes` bytes, going on from `crc` (0 at the start).  From the tables of crc32c.c, or by the
- * processor's instruction: smoe_crc32c_instruction says which. */
+/* CRC-32C of `bytes` bytes, going on from `crc` (0 at the start).  By the processor's instruction, or
+ * from the tables of crc32c.c. */
 uint32_t smoe_crc32c(uint32_t crc, const void *data, uint64_t bytes);
-int smoe_crc32c_instruction(void);
 /* Quantise groups of 64 float32 weights by the `.smoe` format: bits 4 or 2.  candidates: for 2 bits, the 64 factors
  * of the largest absolute value that are tried as scales.  codes: groups x 8 x bits bytes; scales: one a group, to be
  * rounded to float16.  -ERANGE: a weight is not finite or too large for a float16; -EINVAL: other bits. */

@@ -128,6 +128,9 @@ static void test_hit_and_join(void) {
     CHECK_EQ(testring_counter(&t, SMOE_C_READS), 1);
     CHECK_EQ(smoe_histogram_count(a, 3), 3);
     release_ok(a, &x);
+    for (uint32_t i = 0; i < t.geometry.n_experts; i++) /* experts of one layout have as many parts */
+        CHECK_EQ(smoe_expert_layout(a, i), smoe_expert_parts(a, i, NULL, 0) - 1);
+    CHECK_EQ(smoe_expert_layout(a, t.geometry.n_experts), SMOE_EID);
     testring_check_quiet(&t);
     testring_close(&t);
 }
