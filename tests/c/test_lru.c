@@ -342,6 +342,26 @@ static void test_scans(void) {
     free((void *)words);
 }
 
+/* Ticks and bounds that name other slots and groups than their own: the search ends, and finds a slot or none. */
+static void test_written_over(void) {
+    struct fixture f;
+    uint64_t seed = 9;
+    open_fixture(&f, 200);
+    for (uint32_t turn = 0; turn < 500; turn++) {
+        uint64_t word = 0;
+        for (uint32_t s = 0; s < 200; s++)
+            set_word(&f.r, s, random_below(&seed, 2) ? RESIDENT : HELD);
+        for (uint32_t i = 0; i < f.r.n_groups * SMOE_GROUP; i++)
+            atomic_store(&f.r.ticks[i], turn % 2 ? random_next(&seed) >> random_below(&seed, 64) : 5);
+        for (uint32_t g = 0; g < SMOE_SPAN; g++)
+            atomic_store(&f.r.bounds[g], turn % 3 ? random_next(&seed) >> random_below(&seed, 64) : 1);
+        atomic_store(&f.r.hot->tick, turn % 4 ? UINT64_MAX : random_next(&seed));
+        int s = lru_victim(&f.r, &word);
+        CHECK(s >= -1 && s < 200);
+    }
+    close_fixture(&f);
+}
+
 int main(int argc, char **argv) {
     static const struct test tests[] = {
         {"victim against brute force", test_brute_force},
@@ -353,6 +373,7 @@ int main(int argc, char **argv) {
         {"empty slots and their hints", test_find_empty},
         {"cold slots and their hints", test_find_cold},
         {"limit of guesses", test_guess_limit},
+        {"ticks and bounds that somebody wrote over", test_written_over},
         {"scans of 64 words", test_scans},
     };
     return run_tests(tests, sizeof tests / sizeof *tests, argc, argv);

@@ -217,6 +217,29 @@ static void test_order_between_two(void) {
     pthread_join(thread, NULL);
 }
 
+/* Whatever stands in cells and positions: a call ends, and what it pops is a number of 16 bits. */
+static void test_written_over(void) {
+    static const uint64_t far[] = {0,          1,         2,         1ull << 20, 1ull << 46, (1ull << 47) - 1,
+                                   1ull << 47, NEAR_WRAP, UINT64_MAX};
+    uint64_t seed = 5;
+    for (uint32_t turn = 0; turn < 2000; turn++) {
+        struct fixture f;
+        struct model m;
+        fixture_at(&f, &m, 1u << (1 + turn % 6), 0, 0);
+        for (uint32_t i = 0; i < f.q.capacity; i++)
+            if (turn % 3 == 0 || random_below(&seed, 2)) /* all of them, or some */
+                atomic_store(&f.cells[i], cell(far[turn % 9] + random_below(&seed, 2) * i, i));
+        if (turn % 2)
+            atomic_store(&f.pos.head, far[random_below(&seed, 9)]);
+        if (turn % 5)
+            atomic_store(&f.pos.tail, far[random_below(&seed, 9)]);
+        for (uint32_t i = 0; i < 4; i++) {
+            CHECK(queue_pop(f.q) <= 0xFFFF);
+            (void)queue_push(f.q, i);
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     static const struct test tests[] = {
         {"first in, first out", test_fifo},
@@ -225,6 +248,7 @@ int main(int argc, char **argv) {
         {"the 48-bit sequence wraps", test_sequence_wrap},
         {"killed pusher and popper, all combinations", test_killed},
         {"four pushers and four poppers", test_contention},
+        {"cells and positions that somebody wrote over", test_written_over},
         {"order between one pusher and one popper", test_order_between_two},
     };
     return run_tests(tests, sizeof tests / sizeof *tests, argc, argv);

@@ -11,7 +11,7 @@ static unsigned char *sound;
 static bool trace_touched;
 
 void scribble_open(void) {
-    const struct shape shape = {.layers = 2, .experts = 12, .slots = 70, .files = 2, .part_bytes = 6000, .seed = 3};
+    const struct shape shape = {.layers = 2, .experts = 12, .slots = 66, .files = 2, .part_bytes = 2500, .seed = 3};
     testring_open(&ring, &shape);
     testring_detach_supervisor(&ring);
     alarm(0); /* the fuzzer has a watch of its own */
@@ -48,38 +48,40 @@ bool scribble_next(struct stream *in, struct op *op) {
 void scribble_put(const struct op *op) {
     const struct smoe_header *h = header();
     const struct {
-        uint64_t from, to;
+        uint64_t from, to, record;
     } regions[] = {
-        {0, h->off_hot},
-        {h->off_hot, h->off_reservations},
-        {h->off_reservations, h->off_participants},
-        {h->off_participants, h->off_counters},
-        {h->off_counters, h->off_file_modes},
-        {h->off_file_modes, h->off_ticks},
-        {h->off_ticks, h->off_bounds},
-        {h->off_bounds, h->off_empties},
-        {h->off_empties, h->off_demand},
-        {h->off_demand, h->off_speculative},
-        {h->off_speculative, h->off_homes},
-        {h->off_homes, h->off_words},
-        {h->off_words, h->off_slots},
-        {h->off_slots, h->off_trace},
-        {h->off_trace, h->tables_offset},
-        {h->off_grid, h->off_experts},
-        {h->off_experts, h->off_windows},
-        {h->off_windows, h->off_parts},
-        {h->off_parts, h->off_moves},
-        {h->off_moves, h->off_layouts},
-        {h->off_layouts, h->off_tensors},
-        {h->off_tensors, h->off_files},
-        {h->off_files, h->off_strings},
-        {h->off_strings, ring.control_bytes},
+        {0, h->off_hot, 0},
+        {h->off_hot, h->off_reservations, SMOE_LINE},
+        {h->off_reservations, h->off_participants, 4},
+        {h->off_participants, h->off_counters, sizeof(struct smoe_participant)},
+        {h->off_counters, h->off_file_modes, 8},
+        {h->off_file_modes, h->off_ticks, 4},
+        {h->off_ticks, h->off_bounds, 8},
+        {h->off_bounds, h->off_empties, 8},
+        {h->off_empties, h->off_demand, 8},
+        {h->off_demand, h->off_speculative, 8},
+        {h->off_speculative, h->off_homes, 8},
+        {h->off_homes, h->off_words, 4},
+        {h->off_words, h->off_slots, 8},
+        {h->off_slots, h->off_trace, sizeof(struct smoe_slot)},
+        {h->off_trace, h->tables_offset, 0},
+        {h->off_grid, h->off_experts, 4},
+        {h->off_experts, h->off_windows, sizeof(struct smoe_expert_rec)},
+        {h->off_windows, h->off_parts, sizeof(struct smoe_window_rec)},
+        {h->off_parts, h->off_moves, sizeof(struct smoe_part_rec)},
+        {h->off_moves, h->off_layouts, sizeof(struct smoe_move_rec)},
+        {h->off_layouts, h->off_tensors, sizeof(struct smoe_layout_rec)},
+        {h->off_tensors, h->off_files, sizeof(struct smoe_tensor_rec)},
+        {h->off_files, h->off_strings, sizeof(struct smoe_file_rec)},
+        {h->off_strings, ring.control_bytes, 0},
     };
-    size_t n = sizeof regions / sizeof *regions, region = op->a % n, width = 1u << (op->what & 3);
-    uint64_t bytes = regions[region].to - regions[region].from;
-    uint64_t at = regions[region].from + op->b * (uint64_t)width % bytes;
-    trace_touched |= region == 14;
-    memcpy(ring.control + at, &op->value, at + width <= ring.control_bytes ? width : 1);
+    size_t n = sizeof regions / sizeof *regions, which = op->a % n, width = 1u << (op->what & 3);
+    uint64_t from = regions[which].from, to = regions[which].to, record = regions[which].record;
+    bool everywhere = record && op->what & 4; /* in all records */
+    uint64_t at = from + op->b * (uint64_t)width % (everywhere ? record : to - from);
+    trace_touched |= which == 14;
+    for (; at + width <= to; at += everywhere ? record : to)
+        memcpy(ring.control + at, &op->value, width);
 }
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {

@@ -31,7 +31,8 @@ void scribble_open(void);
 void scribble_mend(void);
 /* The next operation; false: there is none. */
 bool scribble_next(struct stream *in, struct op *op);
-/* Write op's value over the control segment: `a` chooses the region, `b` the place in it, `what` the width. */
+/* Write op's value over the control segment: `a` chooses the region, `b` the place in it, `what` the width, and
+ * whether it is one record or that field in all of them. */
 void scribble_put(const struct op *op);
 
 int LLVMFuzzerInitialize(int *argc, char ***argv);
