@@ -116,18 +116,6 @@ class ArchBlock:
     rms_norm_eps: float
     model_type: str
 
-    @property
-    def renormalise_top_k(self) -> bool:
-        return bool(self.flags & 1)
-
-    @property
-    def qk_norm(self) -> bool:
-        return bool(self.flags & 2)
-
-    @property
-    def dense_layer_0(self) -> bool:
-        return bool(self.flags & 4)
-
 
 @dataclass(frozen=True)
 class SmoeVault:
