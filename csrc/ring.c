@@ -248,7 +248,7 @@ int64_t smoe_expert_index(const smoe_ring *r, int64_t layer, int64_t expert) {
     uint64_t at = (uint64_t)layer * r->grid_experts + (uint64_t)expert;
     if (at - r->grid_first < r->grid_run)
         return (int64_t)(at - r->grid_first);
-    uint32_t cell = r->grid[at]; /* index + 1 */
+    uint32_t cell = *(const volatile uint32_t *)&r->grid[at]; /* index + 1, read once */
     return cell - 1 < r->n_experts ? (int64_t)cell - 1 : SMOE_EID;
 }
 
@@ -1025,12 +1025,13 @@ int smoe_speculate(smoe_ring *r, int64_t layer, const int64_t *experts, uint32_t
     uint32_t i = 0, traced = !tracing(r) ? 0 : n < SMOE_TRACE_ENTRIES ? n : SMOE_TRACE_ENTRIES;
     uint64_t at = traced ? trace_begin(r, SMOE_TRACE_GUESS, (uint32_t)layer, traced) : 0;
     for (; i < n; i++) {
-        uint32_t expert = (uint32_t)smoe_expert_index(r, layer, experts[i]);
-        int got = guess_one(r, expert);
+        /* Asked once: there may be another answer each time, where somebody writes over the grid. */
+        int64_t expert = smoe_expert_index(r, layer, experts[i]);
+        int got = expert < 0 ? -1 : guess_one(r, (uint32_t)expert);
         if (got < 0)
             break;
         if (i < traced)
-            trace_entry(r, at + i, expert, got ? SMOE_TRACE_ASKED : SMOE_TRACE_THERE);
+            trace_entry(r, at + i, (uint32_t)expert, got ? SMOE_TRACE_ASKED : SMOE_TRACE_THERE);
         queued += got;
     }
     for (uint32_t k = i; k < traced; k++)

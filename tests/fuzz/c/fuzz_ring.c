@@ -43,6 +43,7 @@ static void check_canaries(void) {
     }
 }
 
+#ifdef PREAD_WRAPPED /* by the linker, where it can */
 ssize_t __real_pread(int fd, void *to, size_t count, off_t offset);
 ssize_t __wrap_pread(int fd, void *to, size_t count, off_t offset);
 
@@ -56,6 +57,7 @@ ssize_t __wrap_pread(int fd, void *to, size_t count, off_t offset) {
     }
     return __real_pread(fd, to, count, offset);
 }
+#endif
 
 void failpoint(const char *name) {
     struct op op;

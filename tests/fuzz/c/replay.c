@@ -5,8 +5,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-int LLVMFuzzerInitialize(int *argc, char ***argv) __attribute__((weak));
+int LLVMFuzzerInitialize(int *argc, char ***argv);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+/* For targets that have none of their own. */
+__attribute__((weak)) int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    (void)argc;
+    (void)argv;
+    return 0;
+}
 
 static void run(const char *path) {
     FILE *file = fopen(path, "rb");
@@ -30,8 +37,7 @@ static void run(const char *path) {
 int main(int argc, char **argv) {
     int n = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    if (LLVMFuzzerInitialize)
-        (void)LLVMFuzzerInitialize(&argc, &argv);
+    (void)LLVMFuzzerInitialize(&argc, &argv);
     for (int i = 1; i < argc; i++) {
         DIR *folder = opendir(argv[i]);
         if (!folder) {
