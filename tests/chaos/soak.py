@@ -373,8 +373,11 @@ class Soak(Chaos):
 
     def children(self) -> list[int]:
         assert self.up is not None
-        tasks = Path(f"/proc/{self.up.pid}/task")
-        return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        found: list[int] = []
+        for task in Path(f"/proc/{self.up.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+                found += map(int, (task / "children").read_text().split())
+        return found
 
     @staticmethod
     def words(pid: int) -> list[bytes]:
