@@ -427,17 +427,28 @@ static int differs(smoe_error *e, const char *what, uint64_t wanted, uint64_t go
     return fail(e, SMOE_EDIFFERS, what, 0, wanted, got);
 }
 
-static int same_geometry(const struct smoe_header *own, const struct smoe_header *h, smoe_error *e) {
+/* All numbers, for regions may end in room to spare and begin where others begin; as this handle has them, for the
+ * tables are compared by those. */
+static int same_geometry(const struct smoe_header *own, const smoe_ring *r, smoe_error *e) {
+    const struct smoe_header *h = r->header;
     const struct {
         const char *what;
         uint64_t wanted, got;
     } numbers[] = {
-        {"slots", own->n_slots, h->n_slots},
-        {"slot size", own->slot_bytes, h->slot_bytes},
-        {"experts", own->n_experts, h->n_experts},
-        {"files", own->n_files, h->n_files},
-        {"read alignment", own->read_align, h->read_align},
-        {"control segment size", own->control_bytes, h->control_bytes},
+        {"slots", own->n_slots, r->n_slots},
+        {"slot size", own->slot_bytes, r->slot_bytes},
+        {"experts", own->n_experts, r->n_experts},
+        {"files", own->n_files, r->n_files},
+        {"read alignment", own->read_align, r->read_align},
+        {"control segment size", own->control_bytes, r->control_bytes},
+        {"layers", own->grid_layers, r->grid_layers},
+        {"experts a layer", own->grid_experts, r->grid_experts},
+        {"windows", own->n_windows, r->n_windows},
+        {"parts", own->n_parts, r->n_parts},
+        {"moves", own->n_moves, r->n_moves},
+        {"layouts", own->n_layouts, r->n_layouts},
+        {"tensors", own->n_tensors, r->n_tensors},
+        {"bytes of names", own->strings_bytes, r->strings_bytes},
     };
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (numbers[i].wanted != numbers[i].got)
@@ -519,7 +530,7 @@ int smoe_adoptable(smoe_ring *r, const smoe_geometry *geometry, const smoe_table
     struct smoe_header own;
     int rc = lay_out(geometry, &own, error);
     if (rc == 0)
-        rc = same_geometry(&own, r->header, error);
+        rc = same_geometry(&own, r, error);
     if (rc == 0)
         rc = same_tables(r, tables, error);
     if (rc == 0)
