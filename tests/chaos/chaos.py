@@ -908,7 +908,19 @@ def listed(counts: collections.Counter[str]) -> str:
 
 @contextlib.contextmanager
 def scratch(prefix: str, keep: bool) -> Iterator[Path]:
-    """A folder for a run, its run-time folder in it; it stays after a failure, or where it is to be kept."""
+    """A folder for a run, its run-time folder in it; it stays after a failure, or where it is to be kept.
+
+    From then on SIGTERM and SIGINT end this process in order, its system with it; a shell's background job
+    would ignore the latter."""
+    owner = os.getpid()
+
+    def end(number: int, _frame: Any) -> None:
+        if os.getpid() == owner:
+            sys.exit(128 + number)
+        os._exit(128 + number)  # a client, which may be killed at any moment
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
     os.environ["SMOE_RUNTIME_DIR"] = str(folder / "client-run")
     (folder / "client-run").mkdir(mode=0o700)
