@@ -10,7 +10,9 @@ import re
 import threading
 import tomllib
 from pathlib import Path
+from typing import Any, get_args
 
+import msgspec
 import pytest
 import zmq
 
@@ -19,7 +21,7 @@ from smoe_mp import cli, histogram, runtime, trace
 from smoe_mp._native import lib
 from smoe_mp.control import protocol
 from smoe_mp.control.client import ControlClient
-from smoe_mp.control.commands import Ping, PingResult
+from smoe_mp.control.commands import COMMANDS, Ping, PingResult
 from smoe_mp.sources import manifest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +77,24 @@ def test_tests_of_promises_are_those_of_this_tree() -> None:
     assert len(named) > 10
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
+
+
+def fields_of(kind: Any, prefix: str = "") -> set[str]:
+    """Names of a reply's fields and of those in them, with dots."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return {name for inner in get_args(kind) for name in fields_of(inner, prefix)}
+    found = set()
+    for field in msgspec.structs.fields(kind):
+        found |= {prefix + field.encode_name, *fields_of(field.type, f"{prefix}{field.encode_name}.")}
+    return found
+
+
+def test_replies_keep_the_names_of_their_fields() -> None:
+    """The list is of the first release: a name may be added to it, none taken out."""
+    promised = json.loads((Path(__file__).parent / "reply_fields.json").read_text())
+    assert set(promised) == set(COMMANDS)
+    gone = {name: sorted({*fields} - fields_of(COMMANDS[name].result)) for name, fields in promised.items()}
+    assert not any(gone.values()), gone
 
 
 def test_public_names_are_there() -> None:
