@@ -427,8 +427,6 @@ static int differs(smoe_error *e, const char *what, uint64_t wanted, uint64_t go
     return fail(e, SMOE_EDIFFERS, what, 0, wanted, got);
 }
 
-/* All numbers, for regions may end in room to spare and begin where others begin; as this handle has them, for the
- * tables are compared by those. */
 static int same_geometry(const struct smoe_header *own, const smoe_ring *r, smoe_error *e) {
     const struct smoe_header *h = r->header;
     const struct {
@@ -441,14 +439,6 @@ static int same_geometry(const struct smoe_header *own, const smoe_ring *r, smoe
         {"files", own->n_files, r->n_files},
         {"read alignment", own->read_align, r->read_align},
         {"control segment size", own->control_bytes, r->control_bytes},
-        {"layers", own->grid_layers, r->grid_layers},
-        {"experts a layer", own->grid_experts, r->grid_experts},
-        {"windows", own->n_windows, r->n_windows},
-        {"parts", own->n_parts, r->n_parts},
-        {"moves", own->n_moves, r->n_moves},
-        {"layouts", own->n_layouts, r->n_layouts},
-        {"tensors", own->n_tensors, r->n_tensors},
-        {"bytes of names", own->strings_bytes, r->strings_bytes},
     };
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (numbers[i].wanted != numbers[i].got)
@@ -459,8 +449,8 @@ static int same_geometry(const struct smoe_header *own, const smoe_ring *r, smoe
                : differs(e, "region offsets", own->control_bytes, h->control_bytes);
 }
 
-/* The vault's identity (device, inode, size, mtime, header digest of every file) and the read plans. */
-static int same_tables(const smoe_ring *r, const smoe_tables *t, smoe_error *e) {
+/* The vault's identity: device, inode, size, mtime, header digest and path of every file. */
+static int same_files(const smoe_ring *r, const smoe_tables *t, smoe_error *e) {
     for (uint32_t i = 0; i < r->n_files; i++) {
         const struct smoe_file_rec *own = (const struct smoe_file_rec *)t->files + i, *made = &r->files[i];
         const char *what = own->dev != made->dev || own->ino != made->ino                 ? "a file's device or inode"
@@ -472,6 +462,29 @@ static int same_tables(const smoe_ring *r, const smoe_tables *t, smoe_error *e) 
         if (what)
             return differs(e, what, i, i);
     }
+    return 0;
+}
+
+/* How much there is to compare, as this handle has it.  Regions may be alike where this is not: they end in room to
+ * spare.  After the files, which say more of what is another. */
+static int same_counts(const struct smoe_header *own, const smoe_ring *r, smoe_error *e) {
+    const struct {
+        const char *what;
+        uint64_t wanted, got;
+    } numbers[] = {
+        {"layers", own->grid_layers, r->grid_layers}, {"experts a layer", own->grid_experts, r->grid_experts},
+        {"windows", own->n_windows, r->n_windows},    {"parts", own->n_parts, r->n_parts},
+        {"moves", own->n_moves, r->n_moves},          {"layouts", own->n_layouts, r->n_layouts},
+        {"tensors", own->n_tensors, r->n_tensors},    {"bytes of names", own->strings_bytes, r->strings_bytes},
+    };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (numbers[i].wanted != numbers[i].got)
+            return differs(e, numbers[i].what, numbers[i].wanted, numbers[i].got);
+    return 0;
+}
+
+/* The read plans, and what they lead to. */
+static int same_tables(const smoe_ring *r, const smoe_tables *t, smoe_error *e) {
     const struct {
         const char *what;
         const void *own, *made;
@@ -531,6 +544,10 @@ int smoe_adoptable(smoe_ring *r, const smoe_geometry *geometry, const smoe_table
     int rc = lay_out(geometry, &own, error);
     if (rc == 0)
         rc = same_geometry(&own, r, error);
+    if (rc == 0)
+        rc = same_files(r, tables, error);
+    if (rc == 0)
+        rc = same_counts(&own, r, error);
     if (rc == 0)
         rc = same_tables(r, tables, error);
     if (rc == 0)
