@@ -63,10 +63,10 @@ PREWARM_WORDS = {
     "goal": lib.SMOE_PREWARM_GOAL,
 }
 PREWARM_STATES = ("not running", "idle", "running", "resting: a client is busy", "paused", "ring too small")
-#: How long a name may stay half-made before it is taken for abandoned.
 HUGE_PAGES = "2 MiB huge pages"
 SMALL_PAGES_BYTES = 1 << 30  # of a ring, from which on its small pages are worth a word
 
+#: How long a name may stay half-made before it is taken for abandoned.
 _SETTLE_S = 2.0
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module yet
 

@@ -936,22 +936,32 @@ def scratch(prefix: str, keep: bool) -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Chaos: random deaths under load.")
-    parser.add_argument("--rounds", type=int, default=int(os.environ.get("CHAOS_ROUNDS", "60")))
+def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """What the programs of rounds take alike; `rounds`: unless CHAOS_ROUNDS says otherwise."""
+    parser.add_argument("--rounds", type=int, default=int(os.environ.get("CHAOS_ROUNDS", rounds)))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pace", type=float, default=0.3, help="seconds between rounds, on average")
     parser.add_argument("--keep", action="store_true", help="leave the folder with the logs")
+
+
+def go_through(chaos: Chaos) -> None:
+    """Run it, tidy up and report, whatever happens.  SystemExit where there were problems."""
+    began = time.monotonic()
+    try:
+        chaos.run()
+    finally:
+        chaos.tidy()
+        chaos.print_report(time.monotonic() - began)
+    if chaos.figures.problems:
+        raise SystemExit(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Chaos: random deaths under load.")
+    add_options(parser, 60)
     args = parser.parse_args()
     with scratch("smoe-chaos-", args.keep) as folder:
-        chaos, began = Chaos(args.rounds, args.seed, args.pace, folder), time.monotonic()
-        try:
-            chaos.run()
-        finally:
-            chaos.tidy()
-            chaos.print_report(time.monotonic() - began)
-        if chaos.figures.problems:
-            raise SystemExit(1)
+        go_through(Chaos(args.rounds, args.seed, args.pace, folder))
     return 0
 
 

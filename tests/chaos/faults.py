@@ -55,6 +55,8 @@ from chaos import (  # noqa: E402
     Client,
     Scribe,
     Span,
+    add_options,
+    go_through,
     listed,
     scratch,
     write_vault,
@@ -633,10 +635,7 @@ def _contained(kinds: set[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Chaos, while files, disks, memory and the clock fail.")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--rounds", type=int, default=int(os.environ.get("CHAOS_ROUNDS", "100")))
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pace", type=float, default=0.3, help="seconds between rounds, on average")
-    parser.add_argument("--keep", action="store_true", help="leave the folder with the logs")
+    add_options(parser, 100)
     args = parser.parse_args()
     kinds = args.kinds or [*KINDS]
     if unknown := {*kinds} - {*KINDS}:
@@ -644,14 +643,7 @@ def main() -> int:
     if CLOCK not in os.environ:
         return _contained({*kinds})
     with scratch("smoe-faults-", args.keep) as folder:
-        chaos, began = Faulty(args.rounds, args.seed, args.pace, folder, kinds), time.monotonic()
-        try:
-            chaos.run()
-        finally:
-            chaos.tidy()
-            chaos.print_report(time.monotonic() - began)
-        if chaos.figures.problems:
-            raise SystemExit(1)
+        go_through(Faulty(args.rounds, args.seed, args.pace, folder, kinds))
     return 0
 
 

@@ -5,7 +5,7 @@
 The C targets (tests/fuzz/c) are libFuzzer's, with AddressSanitizer and UndefinedBehaviorSanitizer, and need
 clang; they begin with the inputs in corpus/ and found/, and what they come upon is gathered in build/fuzz.
 The Python ones are the tests beside this file, by time.  A find of a C target lies in found/TARGET from then
-on, where the C tests run it; of a Python one the output says seed or file.  --keep: put what the C targets
+on, where `make asan` runs it; of a Python one the output says seed or file.  --keep: put what the C targets
 came upon into corpus/, as few inputs as have its coverage.
 """
 
