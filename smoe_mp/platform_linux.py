@@ -13,6 +13,7 @@ from pathlib import Path
 assert sys.platform != "darwin"
 
 SOCKET_PATH_MAX = 107  # bytes in sockaddr_un.sun_path, less the NUL
+MAXRSS_UNIT = 1024  # bytes, of getrusage's ru_maxrss
 SEGMENTS_HAVE_GROUPS = True
 O_DIRECT = os.O_DIRECT
 

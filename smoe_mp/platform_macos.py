@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SOCKET_PATH_MAX = 103  # bytes in sockaddr_un.sun_path, less the NUL
+MAXRSS_UNIT = 1  # bytes, of getrusage's ru_maxrss
 SEGMENTS_HAVE_GROUPS = False
 O_DIRECT = 0
 

@@ -43,13 +43,14 @@ MIB = Goal("at most", 95.0)  # 100 MB
 _CHILD = """
 import json, resource, sys, time
 from smoe_mp import tables
+from smoe_mp.platform import system
 from smoe_mp.sources import open_source
 def peak_mib():
     try:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**10
     except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
+        unit = system.MAXRSS_UNIT
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 before, began = peak_mib(), time.perf_counter()
 source = open_source(sys.argv[1])
