@@ -10,7 +10,7 @@ CTEST_FLAGS ?=
 CHAOS_ROUNDS ?= 1000
 SOAK_SECONDS ?= 3600
 FUZZ_SECONDS ?= 600
-COVER ?= tests/unit tests/process tests/fuzz
+COVER ?= tests
 # Tests that want the machine for themselves; all others run two at a time.
 ALONE := tests/process/test_chaos_short.py
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -63,7 +63,7 @@ model: ## check the protocol's model with spin
 	@tests/model/run.sh
 
 coverage: ## which lines of C and Python the tests run, into build/coverage; COVER=tests/unit for a part of them
-	tools/coverage.sh $(PYTHON) $(COVER)
+	TORCH_INDEX=$(TORCH_INDEX) tools/coverage.sh $(PYTHON) $(COVER)
 
 wheels: $(VENV)/.ready ## sdist and wheel, built and tried in a new environment of every Python from 3.11 on
 	$(PY) tools/wheels.py
