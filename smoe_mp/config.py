@@ -74,7 +74,8 @@ class RingConfig(Struct, frozen=True, kw_only=True):
             ge=0,
             le=65535,
             description="Slots in the ring; each holds one expert. At least top-k + 1; below MoE layers x"
-            " top-k nothing survives from token to token. 0: as memory allows, see `smoe-mp size`.",
+            " top-k nothing survives from token to token. 0: as memory allows, at most 4096, see"
+            " `smoe-mp size`.",
             extra={"flag": "--ring"},
         ),
     ] = 0

@@ -36,9 +36,12 @@ speaks ZeroMQ, REQ and DEALER alike:
 ```python
 import hashlib, json, os, zmq
 
-folder = os.environ.get("SMOE_RUNTIME_DIR") or f"/tmp/smoe-mp-{{os.getuid()}}"
+own, session = os.environ.get("SMOE_RUNTIME_DIR"), os.environ.get("XDG_RUNTIME_DIR")
+folder = own or (f"{{session}}/smoe-mp" if session else f"/tmp/smoe-mp-{{os.getuid()}}")
 name = hashlib.blake2b(b"smoe-demo", digest_size=8).hexdigest()
 socket = zmq.Context().socket(zmq.REQ)
+socket.setsockopt(zmq.RCVTIMEO, 5000)  # zmq.Again where no system of that name runs
+socket.setsockopt(zmq.LINGER, 0)
 socket.connect(f"ipc://{{folder}}/{{name}}.ctl")
 
 
@@ -105,7 +108,7 @@ def _type(annotation: Any) -> str:
         bounds = []
         if meta.ge is not None or meta.le is not None:
             low, high = ("" if x is None else f"{x:,}" for x in (meta.ge, meta.le))
-            bounds.append(f"{low} to {high}")
+            bounds.append(f"{low} to {high}" if high else f"{low} or more")
         if meta.max_length is not None:
             bounds.append(f"at most {meta.max_length:,}" + (" characters" if base is str else ""))
         return _type(base) + (f", {', '.join(b.strip() for b in bounds)}" if bounds else "")
@@ -113,7 +116,7 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f'`"{a}"`' for a in args)
     if origin is list:
-        return f"list of {_type(args[0])}"
+        return f"list of {_type(args[0]).removesuffix('.')}"
     if origin is tuple:
         return "`[layer, expert]`"
     if origin in (Union, types.UnionType):
@@ -127,7 +130,7 @@ def _type(annotation: Any) -> str:
 
 def _events() -> str:
     said = inspect.getdoc(events) or ""
-    return "A PUB socket; `smoe-mp events NAME` prints them.\n\n```\n" + said.split("\n\n", 1)[1] + "\n```\n"
+    return "A PUB socket; `smoe-mp events NAME` prints them.\n\n" + said.split("\n\n", 1)[1] + "\n"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from smoe_mp.control.events import EventStream
 from smoe_mp.errors import Refused, RingStopping
 from smoe_mp.sources import open_source
 
+ROOT = Path(__file__).resolve().parents[2]
 ALL = [(layer, expert) for layer in range(3) for expert in range(8)]
 NO_PREWARM = "prewarm.enabled = false\n"
 
@@ -51,6 +52,27 @@ def plain(name: str, command: str, **fields: object) -> dict[str, object]:
     context.term()
     assert reply["id"] == 5
     return reply
+
+
+def test_the_manual_s_client(up: Up, ring_name: str, tmp_path: Path) -> None:
+    """As it stands in docs/control.md, where a desktop session has its run-time folder."""
+    up(slots=24, more=NO_PREWARM)
+    client = (ROOT / "docs/control.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "smoe-mp").symlink_to(runtime.runtime_folder())
+    environment = {k: v for k, v in os.environ.items() if k != "SMOE_RUNTIME_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", client.replace("smoe-demo", ring_name)],
+        env={**environment, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    demanded, guessed, rate = done.stdout.splitlines()
+    assert "'resident': 2" in demanded
+    assert "'ok': True" in guessed
+    assert 0 <= float(rate) <= 1
 
 
 def test_demand_by_plain_zeromq(up: Up, ring_name: str) -> None:
