@@ -31,6 +31,7 @@ import msgspec
 from msgspec import Struct
 
 from smoe_mp import models
+from smoe_mp.dequant import MAX_THREADS
 from smoe_mp.errors import ConfigError, ModelError, SmoeError
 from smoe_mp.runtime import human_bytes
 from smoe_mp.stats import KINDS
@@ -132,9 +133,10 @@ class Speaker:
         hub.utils.logging.set_verbosity_error()
         hub.utils.logging.disable_progress_bar()
         with _named(path, "transformers cannot load it"):
-            self._model = streamed.load(path, ring=ring, threads=self._torch.get_num_threads(), **where)
+            decoders = min(self._torch.get_num_threads(), MAX_THREADS)
+            self._model = streamed.load(path, ring=ring, threads=decoders, **where)
         self._ring = streamed.ring_of(self._model)
-        self._sampling, self._say = sampling, say
+        self._path, self._sampling, self._say = path, sampling, say
         config = self._model.config.get_text_config()
         self.text = _text_of(streamed, path, config)
         self._context = int(getattr(config, "max_position_embeddings", 0) or 0)  # 0: it does not say
@@ -160,7 +162,7 @@ class Speaker:
 
         streamer = Streamer(self.text, say, self._stops, time.monotonic)
         before = self._ring.stats()
-        with _interruptible() as stop:
+        with _interruptible() as stop, _named(self._path, "it cannot answer", (RuntimeError, ValueError)):
             self._generate(list(prompt), streamer, stop)
         return self._counted("".join(said), len(prompt), streamer, before, interrupted=stop.is_set())
 
@@ -217,14 +219,18 @@ class Speaker:
         )
 
 
+#: What transformers raises over a model's files, and torch over devices and their memory.
+_OF_FILES = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+
+
 @contextlib.contextmanager
-def _named(path: Path, what: str) -> Iterator[None]:
-    """Errors that transformers raises over the model's files, with the path, as ModelError."""
+def _named(path: Path, what: str, errors: tuple[type[Exception], ...] = _OF_FILES) -> Iterator[None]:
+    """Such errors as ModelError, with the path."""
     try:
         yield
     except SmoeError:
         raise
-    except (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError) as error:
+    except errors as error:
         raise ModelError(f"{path}: {what}: {type(error).__name__}: {error}") from error
 
 

@@ -313,6 +313,19 @@ def test_without_cuda_it_says_so(served: Served, tmp_path: Path) -> None:
         smoe_mp.transformers.load(path, gpu_cache_gb=1)
 
 
+def test_a_device_and_a_cache_that_cannot_be_are_refused_before_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ModelError, match="device='cuda:2': the last CUDA device here is 'cuda:1'"):
+        smoe_mp.transformers.load(path, device="cuda:2", ring="nobody")
+    for size in (float("inf"), float("nan"), 0, -1):
+        with pytest.raises(ModelError, match=rf"gpu_cache_gb={size!r}: a finite size above 0"):
+            smoe_mp.transformers.load(path, device="cuda", gpu_cache_gb=size, ring="nobody")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 def test_the_benchmark_is_skipped_by_name_without_cuda(tmp_path: Path) -> None:
     with pytest.raises(SmoeError, match=r"bench cuda: there is no CUDA device here.*skipped"):
