@@ -13,7 +13,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from smoe_mp.errors import ModelError, VaultError
-from smoe_mp.sources.base import ExpertTable, Source
+from smoe_mp.sources.base import SCOUT_SUFFIX, ExpertTable, Source
 from smoe_mp.sources.safetensors import read_header
 
 __all__ = ["config_of", "dense_weights", "scout_path"]
@@ -26,7 +26,7 @@ _FAMILY = "qwen3_moe"
 
 def scout_path(vault: Path) -> Path:
     """Where the scout file of a vault is."""
-    return vault.with_name(vault.stem + ".scout.safetensors")
+    return vault.with_name(vault.stem + SCOUT_SUFFIX)
 
 
 def config_of(source: Source) -> Any:
