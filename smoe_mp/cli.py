@@ -483,7 +483,9 @@ def run(
         float | None,
         typer.Option("--top-p", metavar="X", help="Sample of the likeliest tokens with this probability."),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Of the sampling.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, max=2**64 - 1, help="Of the sampling.")
+    ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     ring: Annotated[
         str,
@@ -495,7 +497,10 @@ def run(
         ),
     ] = "",
     threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=0, help="Threads that compute; 0: as torch chooses.")
+        int,
+        typer.Option(
+            "--threads", metavar="N", min=0, max=1024, help="Threads that compute; 0: as torch chooses."
+        ),
     ] = 0,
     device: Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="Compute on cpu, or on cuda.")

@@ -14,6 +14,9 @@ Two orders have to be kept, and events keep them, without this thread's waiting 
     a hold on the ring's slot ends only when the copy out of it has ended     (`ExpertCache._copying`)
     a slot in GPU memory is written only when all that read it has ended      (`_Slot.read`)
 
+A copy that has ended is let go of when the next one begins.  This thread waits for copies only where the ring
+has no slot left for a demand, since those may be what it would wait for, and in `synchronize`.
+
 Where the driver refuses to register the ring (a client maps it read-only, and a device has to know read-only
 registration), one warning says so, and copies go through a few pinned buffers.
 
@@ -161,6 +164,29 @@ class _Slot:
     read: Any = None
 
 
+class _CopyStream:
+    """Copies on a stream of their own, and what orders them and the kernels of the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.cuda = device, torch.cuda.Stream(device)
+
+    def copy(self, source: torch.Tensor, slot: _Slot, runs: Sequence[Run]) -> Any:
+        """Copy when all that reads the slot has ended; the event of the copy's end."""
+        if slot.read is not None:
+            self.cuda.wait_event(slot.read)
+        with torch.cuda.stream(self.cuda):
+            _copy_runs(source, slot.memory, runs)
+        return self.cuda.record_event()
+
+    def mark(self) -> Any:
+        """The event that ends what the current stream has been given."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def follow(self, event: Any) -> None:
+        """Have the current stream wait for the event."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
 class ExpertCache:
     """Experts of `ring` in memory of `device`: as many as `nbytes` has slots for, the least recently used
     first to go.
@@ -191,7 +217,7 @@ class ExpertCache:
         self._copying: deque[tuple[Any, torch.Tensor]] = deque()  # (event, what is copied from)
         self._bounce: deque[tuple[Any, torch.Tensor]] = deque()  # (event of its last copy, buffer)
         self._pinned = pinned
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = _CopyStream(self.device) if self.device.type == "cuda" else None
 
     @contextlib.contextmanager
     def hold(self, layer: int, experts: Sequence[int]) -> Iterator[list[HeldExpert]]:
@@ -205,19 +231,29 @@ class ExpertCache:
         held: dict[int, _Slot] = {}
         try:
             missing = self._hold_resident(layer, experts, held)
-            if self._copying:
-                self._let_go(wait=False)
             if missing:
-                for expert in self.ring.as_ready(layer, missing):
+                self._let_go()
+                for expert in self.ring.as_ready(layer, missing, let_go=self.synchronize):
                     self._load((layer, expert.expert), expert, held)
+                    self._let_go()
             self._await_copies(held)
             yield [HeldExpert(s.number, s.memory, s.tensors or {}) for s in (held[e] for e in experts)]
         finally:
             self._release(held)
+            self._let_go()
+
+    def synchronize(self) -> None:
+        """Wait for the copies under way; then the cache holds no slot of the ring.  For the end of a pass:
+        what the last copies hold, others cannot have until the next `hold`."""
+        while self._copying:
+            self._copying[0][0].synchronize()  # first, and then its hold: an interrupt may come between
+            self._copying.popleft()
 
     def close(self) -> None:
         """Wait for copies under way, and let go of the memory."""
-        self._let_go(wait=True)
+        self.synchronize()
+        for event, _ in self._bounce:
+            event.synchronize()
         self._used.clear()
         self._empty.clear()
         self._bounce.clear()
@@ -250,25 +286,24 @@ class ExpertCache:
         if self._first.setdefault(key[0], there) != there:
             self.mixed.add(key[0])
         slot = self._free_slot()
+        try:
+            self._copy(_over(expert, self.ring.slot_bytes), slot, runs)
+        except BaseException:
+            self._empty.append(slot)  # whatever its bytes are, they are nobody's
+            raise
         slot.tensors, slot.holds = there, 1
-        self._used[key] = slot
         held[key[1]] = slot
+        self._used[key] = slot
         self.stats.misses += 1
         self.stats.copied_bytes += sum(size for _, _, size in runs)
-        self._copy(_over(expert, self.ring.slot_bytes), slot, runs)
 
     def _copy(self, source: torch.Tensor, slot: _Slot, runs: Sequence[Run]) -> None:
         if self._stream is None:
             _copy_runs(source, slot.memory, runs)
             return
-        if slot.read is not None:
-            self._stream.wait_event(slot.read)
         if self._pinned is None:
             source = self._bounced(source)
-        with torch.cuda.stream(self._stream):
-            _copy_runs(source, slot.memory, runs)
-            slot.filled = torch.cuda.Event()
-            slot.filled.record()
+        slot.filled = self._stream.copy(source, slot, runs)
         (self._bounce if self._pinned is None else self._copying).append((slot.filled, source))
 
     def _bounced(self, source: torch.Tensor) -> torch.Tensor:
@@ -292,27 +327,26 @@ class ExpertCache:
 
     def _await_copies(self, held: dict[int, _Slot]) -> None:
         """Have the current stream wait for what is still being copied."""
+        if self._stream is None:
+            return
         for slot in held.values():
             if slot.filled is None:
                 continue
             if slot.filled.query():
                 slot.filled = None  # asked once: a hot expert costs no call any more
             else:
-                torch.cuda.current_stream(self.device).wait_event(slot.filled)
+                self._stream.follow(slot.filled)
 
     def _release(self, held: dict[int, _Slot]) -> None:
-        read = None
-        if self._stream is not None and held:
-            read = torch.cuda.Event()
-            read.record(torch.cuda.current_stream(self.device))
+        read = self._stream.mark() if self._stream is not None and held else None
         for slot in held.values():
             slot.holds -= 1
             slot.read = read
 
-    def _let_go(self, *, wait: bool) -> None:
-        """End the holds on the ring's slots that have been copied; `wait`: all of them."""
-        while self._copying and (wait or self._copying[0][0].query()):
-            self._copying.popleft()[0].synchronize()
+    def _let_go(self) -> None:
+        """End the holds on the ring's slots that have been copied."""
+        while self._copying and self._copying[0][0].query():
+            self._copying.popleft()
 
 
 #: Bytes to copy: from where in the ring's slot, to where in the cache's, how many.

@@ -39,7 +39,7 @@ import numpy.typing as npt
 from smoe_mp import dequant
 from smoe_mp.errors import SmoeError, VaultError
 from smoe_mp.sources import open_source
-from smoe_mp.sources.base import Source, Tensor
+from smoe_mp.sources.base import SCOUT_SUFFIX, Source, Tensor
 from smoe_mp.sources.checkpoint import read_header
 from smoe_mp.sources.dtypes import NUMPY
 
@@ -233,9 +233,9 @@ class Engine:
     @classmethod
     def open(cls, folder: Path, experts: Experts) -> Self:
         """The model of a folder with config.json and one NAME.scout.safetensors."""
-        scouts = sorted(folder.glob("*.scout.safetensors"))
+        scouts = sorted(folder.glob("*" + SCOUT_SUFFIX))
         if len(scouts) != 1:
-            raise VaultError(f"{folder}: {len(scouts)} files *.scout.safetensors, wanted is one")
+            raise VaultError(f"{folder}: {len(scouts)} files *{SCOUT_SUFFIX}, wanted is one")
         return cls(Config.read(folder / "config.json"), scouts[0], experts)
 
     def forward(self, tokens: Sequence[int], cache: Cache) -> F32:

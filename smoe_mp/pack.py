@@ -34,7 +34,7 @@ from smoe_mp.raw_writer import RawWriter
 from smoe_mp.reader import SourceReader
 from smoe_mp.scout import Scout
 from smoe_mp.sources import open_source
-from smoe_mp.sources.base import Source
+from smoe_mp.sources.base import SCOUT_SUFFIX, Source
 from smoe_mp.sources.checkpoint import Checkpoint, open_folder
 from smoe_mp.sources.smoe import ArchBlock
 from smoe_mp.vault_writer import VaultWriter
@@ -43,7 +43,6 @@ from smoe_mp.weights import U8, matrices
 __all__ = ["PackReport", "pack"]
 
 SUFFIX = ".smoe"
-SCOUT_SUFFIX = ".scout.safetensors"
 _SPLIT = re.compile(r"-\d+-of-\d+$")
 _SILU = ("silu", "swish")
 

@@ -25,7 +25,7 @@ import errno
 import importlib
 import operator
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
@@ -551,7 +551,12 @@ class Ring:
             self._fail(code, error, handle, layer, ids)
 
     def as_ready(
-        self, layer: int, experts: Iterable[int], timeout: float | None = None
+        self,
+        layer: int,
+        experts: Iterable[int],
+        timeout: float | None = None,
+        *,
+        let_go: Callable[[], object] | None = None,
     ) -> Generator[Expert, None, None]:
         """Yield each expert as it lands, so that computing overlaps with reading.
 
@@ -559,13 +564,17 @@ class Ring:
         experts than half the ring are asked for in waves that never hold more than that half, so a
         request may be larger than the ring.  Errors as for `fetch`, at the expert concerned.
 
+        Whoever keeps views from one expert to the next holds slots that the request may come to need.
+        `let_go` is called before it waits for others' slots, and has to end those holds: it would wait for
+        them too.
+
         More experts than one token wants are taken for a prompt's, which wants as many of every layer.  If
         the ring cannot keep all those, the request goes on in a quarter of the slots or fewer, so that what
         else is used stays: what it has to read is the next to be evicted until somebody asks for it again.
         """
         handle, layer = self._open(), self._one_id(layer, "layer")
         ids = self._ids(experts)
-        return _Waves(self, self._batch(handle, layer, ids), timeout).run()
+        return _Waves(self, self._batch(handle, layer, ids), timeout, let_go=let_go).run()
 
     def in_order(
         self, layer: int, experts: Iterable[int], timeout: float | None = None
@@ -661,8 +670,17 @@ def _flat(tally: stats.Tally) -> dict[str, Any]:
 class _Waves:
     """The running state of one `as_ready` or `in_order`."""
 
-    def __init__(self, ring: Ring, batch: Batch, timeout: float | None, *, in_order: bool = False) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        batch: Batch,
+        timeout: float | None,
+        *,
+        in_order: bool = False,
+        let_go: Callable[[], object] | None = None,
+    ) -> None:
         self.ring = ring
+        self.let_go = let_go
         self.batch = batch
         self.ms = _milliseconds(timeout)
         self.in_order = in_order
@@ -703,6 +721,8 @@ class _Waves:
         while n > 0 and not self._demand(n, wait=False):
             n //= 2
         if self.flying == 0 and self.asked < len(self.batch):
+            if self.let_go is not None:
+                self.let_go()
             self._demand(1, wait=True)
 
     def _next(self) -> int:

@@ -5,7 +5,8 @@
 An `Answer` is made token by token by transformers' own `generate`; the text goes out through a streamer, and
 what it cost is the difference of the ring's counters.  In a conversation the model's cache of keys and values
 is kept from answer to answer, as long as the new prompt begins with the tokens that it holds: the experts of
-a prompt are many, and need not be read again.
+a prompt are many, and need not be read again.  Where there is no room for a conversation any more, a new one
+begins with what the user said last.
 
 Ctrl-C ends the answer at its next token, a second one the program.
 
@@ -31,6 +32,7 @@ import msgspec
 from msgspec import Struct
 
 from smoe_mp import models
+from smoe_mp.dequant import MAX_THREADS
 from smoe_mp.errors import ConfigError, ModelError, SmoeError
 from smoe_mp.runtime import human_bytes
 from smoe_mp.stats import KINDS
@@ -107,6 +109,10 @@ def check_extra() -> None:
         raise ConfigError(f"this needs {' and '.join(missing)}: {EXTRA}")
 
 
+class NoRoom(ModelError):
+    """The prompt is too long for the model's context, or for the memory of the device."""
+
+
 class Speaker:
     """A model with its text, giving answers.
 
@@ -132,9 +138,10 @@ class Speaker:
         hub.utils.logging.set_verbosity_error()
         hub.utils.logging.disable_progress_bar()
         with _named(path, "transformers cannot load it"):
-            self._model = streamed.load(path, ring=ring, threads=self._torch.get_num_threads(), **where)
+            decoders = min(self._torch.get_num_threads(), MAX_THREADS)
+            self._model = streamed.load(path, ring=ring, threads=decoders, **where)
         self._ring = streamed.ring_of(self._model)
-        self._sampling, self._say = sampling, say
+        self._path, self._sampling, self._say = path, sampling, say
         config = self._model.config.get_text_config()
         self.text = _text_of(streamed, path, config)
         self._context = int(getattr(config, "max_position_embeddings", 0) or 0)  # 0: it does not say
@@ -145,11 +152,11 @@ class Speaker:
             self._torch.manual_seed(sampling.seed)
 
     def answer(self, prompt: Sequence[int]) -> Answer:
-        """Continue the tokens `prompt`.  ModelError where the model has no room for them."""
+        """Continue the tokens `prompt`.  NoRoom where there is none for them, else ModelError."""
         if not prompt:
             raise ModelError("an empty prompt: give the model something to continue")
         if self._context and len(prompt) >= self._context:
-            raise ModelError(
+            raise NoRoom(
                 f"the prompt has {len(prompt)} tokens, and the model's context {self._context}: shorten it"
             )
         said: list[str] = []
@@ -160,8 +167,12 @@ class Speaker:
 
         streamer = Streamer(self.text, say, self._stops, time.monotonic)
         before = self._ring.stats()
-        with _interruptible() as stop:
-            self._generate(list(prompt), streamer, stop)
+        with _interruptible() as stop, _named(self._path, "it cannot answer", (RuntimeError, ValueError)):
+            try:
+                self._generate(list(prompt), streamer, stop)
+            except self._torch.OutOfMemoryError as error:
+                n = len(prompt)
+                raise NoRoom(f"{self._path}: no memory for a prompt of {n} tokens: {error}") from error
         return self._counted("".join(said), len(prompt), streamer, before, interrupted=stop.is_set())
 
     def _generate(self, prompt: list[int], streamer: Streamer, stop: threading.Event) -> None:
@@ -217,14 +228,18 @@ class Speaker:
         )
 
 
+#: What transformers raises over a model's files, and torch over devices and their memory.
+_OF_FILES = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+
+
 @contextlib.contextmanager
-def _named(path: Path, what: str) -> Iterator[None]:
-    """Errors that transformers raises over the model's files, with the path, as ModelError."""
+def _named(path: Path, what: str, errors: tuple[type[Exception], ...] = _OF_FILES) -> Iterator[None]:
+    """Such errors as ModelError, with the path."""
     try:
         yield
     except SmoeError:
         raise
-    except (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError) as error:
+    except errors as error:
         raise ModelError(f"{path}: {what}: {type(error).__name__}: {error}") from error
 
 
@@ -266,7 +281,7 @@ class Conversation:
     is none) as one text that each line continues."""
 
     def __init__(self, text: Text, *, system: str = "", raw: bool = False) -> None:
-        self._text, self._raw, self._plain = text, raw, ""
+        self._text, self._raw, self._system, self._plain = text, raw, system, ""
         self._messages: list[Message] = [{"role": "system", "content": system}] if system else []
         if system and self._template() is None:
             raise ConfigError("--system: this model has no chat template, or --raw leaves it out")
@@ -274,17 +289,32 @@ class Conversation:
     def _template(self) -> list[int] | None:
         return None if self._raw else self._text.chat(self._messages or [{"role": "user", "content": "?"}])
 
-    def prompt(self, line: str) -> list[int]:
-        """The tokens for the model once the user has said `line`."""
-        line = line.encode(errors="surrogateescape").decode(errors="replace")  # bytes that are no UTF-8
-        self._messages.append({"role": "user", "content": line})
-        self._plain += ("\n" if self._plain else "") + line
-        tokens = None if self._raw else self._text.chat(self._messages)
-        return self._text.encode(self._plain) if tokens is None else tokens
+    @property
+    def begun(self) -> bool:
+        """Whether anything has been said."""
+        return self._plain != ""
 
-    def answered(self, answer: Answer) -> None:
-        self._messages.append({"role": "assistant", "content": answer.text})
-        self._plain += answer.text
+    def new(self) -> Conversation:
+        """One in which nothing has been said."""
+        return Conversation(self._text, system=self._system, raw=self._raw)
+
+    def prompt(self, line: str) -> list[int]:
+        """The tokens for the model if the user says `line` now."""
+        messages, plain = self._with(line)
+        tokens = None if self._raw else self._text.chat(messages)
+        return self._text.encode(plain) if tokens is None else tokens
+
+    def answered(self, line: str, answer: Answer) -> None:
+        """The user has said `line`, and the model `answer`."""
+        messages, plain = self._with(line)
+        self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self._plain = plain + answer.text
+
+    def _with(self, line: str) -> tuple[list[Message], str]:
+        """What was said with `line` behind it, as messages and as one text."""
+        line = line.encode(errors="surrogateescape").decode(errors="replace")  # bytes that are no UTF-8
+        plain = f"{self._plain}\n{line}" if self._plain else line
+        return [*self._messages, {"role": "user", "content": line}], plain
 
 
 @contextlib.contextmanager
@@ -332,10 +362,25 @@ def talk(speaker: Speaker, conversation: Conversation) -> None:
             return
         if not line.strip():
             continue
-        answer = speaker.answer(conversation.prompt(line))
-        conversation.answered(answer)
+        conversation = _turn(speaker, conversation, line)
+
+
+def _turn(speaker: Speaker, conversation: Conversation, line: str) -> Conversation:
+    """Answer a line; the conversation to go on with.  It is a new one where the old has no room for the line;
+    a line that has none in a new one either is left out."""
+    tries = [conversation, conversation.new()] if conversation.begun else [conversation]
+    for said in tries:
+        try:
+            answer = speaker.answer(said.prompt(line))
+        except NoRoom as error:
+            then = "the line is left out" if said is tries[-1] else "again in a new conversation"
+            print(f"[{' '.join(str(error).split())}; {then}]", file=sys.stderr, flush=True)
+            continue
+        said.answered(line, answer)
         print(flush=True)
         print(answer.line(), file=sys.stderr, flush=True)
+        return said
+    return conversation
 
 
 def printer() -> Callable[[str], None]:

@@ -40,7 +40,7 @@ from typing import Any
 
 from smoe_mp.errors import ConfigError, SegmentSpaceError
 from smoe_mp.runtime import human_bytes
-from smoe_mp.sources.base import Source
+from smoe_mp.sources.base import SCOUT_SUFFIX, Source
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -447,7 +447,7 @@ def _scout_file_bytes(vault: Path) -> int:
         return 0
     for stem in dict.fromkeys((vault.stem, vault.stem.rpartition(".")[0] or vault.stem)):
         try:
-            return vault.with_name(f"{stem}.scout.safetensors").stat().st_size
+            return vault.with_name(stem + SCOUT_SUFFIX).stat().st_size
         except OSError:
             continue
     return 0

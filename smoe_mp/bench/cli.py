@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -264,8 +265,10 @@ def bench_transformers(
     plot: Picture = None,
     quick: Quick = False,
     scratch: Scratch = Path(".bench"),
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 3,
-    layers: Annotated[int, typer.Option("--layers", min=1, help="Layers; 12: 2.6 GB.")] = 12,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 3, with --quick 1.")] = 0,
+    layers: Annotated[
+        int, typer.Option("--layers", min=0, help="Layers; 0: 12, which are 2.6 GB, with --quick 4.")
+    ] = 0,
     skew: Annotated[float, typer.Option("--skew", min=0, help="Of the experts' popularity.")] = 0.9,
     limits: Annotated[
         str, typer.Option("--limits", metavar="N,N", help="Of the cgroups, in percent of the model.")
@@ -279,9 +282,10 @@ def bench_transformers(
         str, typer.Option("--llama-python", metavar="PATH", help="An interpreter with llama-cpp-python.")
     ] = "",
 ) -> None:
+    shape = answers.QUICK_SHAPE if quick else Shape()
     settings = answers.Settings(
-        shape=Shape(skew=skew, **({"layers": 4, "experts": 32} if quick else {"layers": layers})),
-        rounds=1 if quick else rounds,
+        shape=replace(shape, skew=skew, layers=layers or shape.layers),
+        rounds=rounds or (answers.QUICK_ROUNDS if quick else answers.ROUNDS),
         limits=_shares("--limits", limits) or (answers.QUICK_LIMITS if quick else answers.LIMITS),
         rings=_shares("--rings", rings) or answers.RINGS,
         tokens=tokens,
@@ -404,10 +408,13 @@ def bench_speculate(
     workers: Annotated[
         int, typer.Option("--workers", metavar="N", min=1, max=127, help="Number of workers.")
     ] = speculation.WORKERS,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Counted in each round.")] = 12,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds.")] = 12,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=0, help="Counted in each round; 0: 12, with --quick 6.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds; 0: 12, with --quick 2.")] = 0,
     plot: Picture = None,
 ) -> None:
+    given = {name: value for name, value in (("tokens", tokens), ("rounds", rounds)) if value}
     settings = speculation.Settings(
         guesses=_numbers("--guesses", guesses, 0, 64),
         ahead=_numbers("--ahead", ahead, 1, 64),
@@ -415,11 +422,7 @@ def bench_speculate(
         bits=_numbers("--bits", bits, 2, 4) or speculation.BITS,
         ring=ring,
         workers=workers,
-        **(
-            {"tokens": 6, "rounds": 2, "shape": (64, 256), "dense_bytes": 1 << 20}
-            if quick
-            else {"tokens": tokens, "rounds": rounds}
-        ),
+        **(speculation.QUICK if quick else {}) | given,
     )
     with _bar() as progress:
         report = speculation.run(progress, scratch, trace, settings)

@@ -33,6 +33,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +105,9 @@ class Settings:
     rounds: int = 12
     shape: tuple[int, int] = SHAPE
     dense_bytes: int = DENSE_BYTES
+
+
+QUICK: dict[str, Any] = {"tokens": 6, "rounds": 2, "shape": (64, 256), "dense_bytes": 1 << 20}
 
 
 def run(progress: Progress, scratch: Path, trace: Path | None, settings: Settings) -> Report:

@@ -51,6 +51,7 @@ from smoe_mp.sizing import dense_bytes
 from smoe_mp.sources import open_source
 
 QUICK_SHAPE = Shape(layers=4, experts=32)
+ROUNDS, QUICK_ROUNDS = 3, 1
 LIMITS = (0.45, 1.5)  # of the model's bytes
 QUICK_LIMITS = (1.5, 4.0)  # so small a model is less than an interpreter with torch
 RINGS = (0.5, 1.0)  # of the experts
@@ -84,7 +85,7 @@ class Settings:
     `answer_s`: an answer that takes longer ends early; `llama`: the interpreter with llama_cpp ("": this)."""
 
     shape: Shape = field(default_factory=Shape)
-    rounds: int = 3
+    rounds: int = ROUNDS
     limits: Sequence[float] = LIMITS
     rings: Sequence[float] = RINGS
     prompt: int = 128

@@ -16,6 +16,9 @@ from typing import Any, Protocol, Self, overload
 import numpy as np
 import numpy.typing as npt
 
+#: What the name of a vault's scout file, the model's other tensors, has in the place of ".smoe".
+SCOUT_SUFFIX = ".scout.safetensors"
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:

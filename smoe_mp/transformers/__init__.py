@@ -22,6 +22,7 @@ docs/transformers.md says what is refused and what was tested.
 from __future__ import annotations
 
 import importlib
+import math
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -129,8 +130,10 @@ def _check_device(device: str, gpu_cache_gb: float | None) -> torch.device:
         raise ModelError(f"device={device!r}: streamed experts run on the CPU and with CUDA")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device={device!r}: there is no CUDA device here, or torch was built without CUDA")
-    if gpu_cache_gb is not None and (where.type == "cpu" or not gpu_cache_gb > 0):
-        raise ModelError(f"gpu_cache_gb={gpu_cache_gb!r}: a size above 0, for device='cuda'")
+    if where.type == "cuda" and (where.index or 0) >= (count := torch.cuda.device_count()):
+        raise ModelError(f"device={device!r}: the last CUDA device here is 'cuda:{count - 1}'")
+    if gpu_cache_gb is not None and (where.type == "cpu" or not 0 < gpu_cache_gb < math.inf):
+        raise ModelError(f"gpu_cache_gb={gpu_cache_gb!r}: a finite size above 0, for device='cuda'")
     return where
 
 
@@ -143,7 +146,7 @@ def _onto(model: Any, ring: Ring, device: torch.device, gpu_cache_gb: float | No
         free, _ = torch.cuda.mem_get_info(device)
         nbytes = min(whole, free // 2)
     else:
-        nbytes = min(whole, int(gpu_cache_gb * 1e9))
+        nbytes = int(min(whole, gpu_cache_gb * 1e9))
     model._smoe_stream.cache = cuda.ExpertCache(ring, nbytes, device, cuda.pin(ring))
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.disable_compile = True  # a pass asks for experts, which no graph can hold

@@ -192,9 +192,13 @@ def _overrides(cls: Any) -> dict[str, Callable[..., Any]]:
     """Methods in place of those of `cls`."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ring = self._smoe_stream.ring
+        ring, cache = self._smoe_stream.ring, self._smoe_stream.cache
         with ring.busy(), ring.phase(_phase_of(args, kwargs)):
-            return cls.__call__(self, *args, **kwargs)
+            try:
+                return cls.__call__(self, *args, **kwargs)
+            finally:
+                if cache is not None:
+                    cache.synchronize()  # an idle model holds nothing of the ring
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._smoe_stream.ring.busy():

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from smoe_mp.errors import ModelError, VaultError
-from smoe_mp.sources.base import ExpertTable, Source
+from smoe_mp.sources.base import SCOUT_SUFFIX, ExpertTable, Source
 from smoe_mp.sources.safetensors import read_header
 
 __all__ = ["config_of", "dense_weights", "scout_path"]
@@ -26,7 +26,7 @@ _FAMILY = "qwen3_moe"
 
 def scout_path(vault: Path) -> Path:
     """Where the scout file of a vault is."""
-    return vault.with_name(vault.stem + ".scout.safetensors")
+    return vault.with_name(vault.stem + SCOUT_SUFFIX)
 
 
 def config_of(source: Source) -> Any:
@@ -35,12 +35,14 @@ def config_of(source: Source) -> Any:
     if beside.is_file():
         return AutoConfig.from_pretrained(str(source.path.parent), local_files_only=True)
     facts = source.model
+    extra: dict[str, Any] = dict(facts.extra)
+    if "flags" not in extra:  # a vault of unchanged weights says of its model what the source did
+        raise ModelError(f"{source.path}: no config.json beside it, and it has no arch block: give config=")
     if facts.model_type != _FAMILY or not facts.num_layers:
         raise ModelError(
             f"{source.path}: no config.json beside it, and its arch block (model type {facts.model_type!r})"
             f" is enough for {_FAMILY} only: give config="
         )
-    extra: dict[str, Any] = dict(facts.extra)
     if not extra["flags"] & QK_NORM:
         raise ModelError(f"{source.path}: its arch block says no q/k norm, which {_FAMILY} has: give config=")
     table = ExpertTable.of(source.experts)

@@ -9,7 +9,7 @@ import gc
 import itertools
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from test_mxfp4 import write_mxfp4  # noqa: E402
 import smoe_mp  # noqa: E402
 import smoe_mp.transformers  # noqa: E402
 from smoe_mp.bench import cuda  # noqa: E402
-from smoe_mp.cuda import PADDING, ExpertCache, Pinned, packed, pin  # noqa: E402
+from smoe_mp.cuda import PADDING, ExpertCache, Pinned, _copy_runs, _CopyStream, packed, pin  # noqa: E402
 from smoe_mp.errors import ConfigError, ModelError, RingError, SmoeError  # noqa: E402
 from smoe_mp.ring import TensorInfo  # noqa: E402
 from smoe_mp.sources import open_source  # noqa: E402
@@ -59,6 +59,11 @@ def size_of_slot(ring: smoe_mp.Ring) -> int:
 def bytes_of(expert: smoe_mp.Expert) -> dict[str, bytes]:
     """What its tensors have, by name."""
     return {name: bytes(expert._view(t.offset, (t.nbytes,), "|u1")) for name, t in expert.tensors.items()}
+
+
+def bytes_there(expert: Any) -> dict[str, bytes]:
+    """The same, of one in GPU memory."""
+    return {name: bytes(expert.bytes_of(name).cpu().numpy()) for name in expert.tensors}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,6 +149,112 @@ def test_what_does_not_fit_is_refused(served: Served) -> None:
         assert served.census()["held"] == 0
 
 
+class Copy:
+    """A copy and its event at once."""
+
+    def __init__(self, stream: SlowStream, *copied: Any) -> None:
+        self.stream, self.copied, self.ran, self.seen = stream, copied, False, False
+
+    def query(self) -> bool:
+        return self.seen
+
+    def synchronize(self) -> None:
+        if self.stream.interrupted:
+            self.stream.interrupted = False
+            raise KeyboardInterrupt
+        self.stream.follow(self)
+        self.seen = True
+
+
+class SlowStream(_CopyStream):
+    """Copies, in order, when somebody needs their bytes; they are seen to have ended only by who waits."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Copy] = deque()
+        self.interrupted = False
+
+    def copy(self, *copied: Any) -> Copy:
+        self.queue.append(Copy(self, *copied))
+        return self.queue[-1]
+
+    def mark(self) -> None:
+        return None
+
+    def follow(self, event: Copy) -> None:
+        while not event.ran:
+            one = self.queue.popleft()
+            source, slot, runs = one.copied
+            _copy_runs(source, slot.memory, runs)
+            one.copied, one.ran = (), True
+
+
+def slow(ring: smoe_mp.Ring, slots: int) -> tuple[ExpertCache, SlowStream]:
+    """A cache as of a GPU whose copies lag behind."""
+    cache = ExpertCache(ring, slots * size_of_slot(ring), "cpu", Pinned(ring, lambda *_: 0, lambda _: 0))
+    cache._stream = stream = SlowStream()
+    return cache, stream
+
+
+@pytest.mark.parametrize("others", [0, 5])
+def test_a_layer_of_more_experts_than_the_ring_has_slots_while_no_copy_ends(
+    served: Served, others: int
+) -> None:
+    with served.attach() as ring, served.attach() as other:
+        wanted = {(n, e.expert): bytes_of(e) for n in range(2) for e in ring.as_ready(n, range(12))}
+        cache, _ = slow(ring, 13)
+        with other.fetch(0, range(others)):
+            for layer in (0, 1, 0):
+                with cache.hold(layer, range(12)) as held:
+                    assert [bytes_there(x) for x in held] == [wanted[layer, e] for e in range(12)]
+        assert cache.stats.misses == 12 + 12 + 11
+        assert served.census()["held"] == len(cache._copying) > 0
+        cache.synchronize()
+        assert served.census()["held"] == 0
+        cache.close()
+
+
+def test_an_interrupted_wait_keeps_the_slots_whose_copies_have_not_ended(served: Served) -> None:
+    with served.attach() as ring:
+        cache, stream = slow(ring, 3)
+        with cache.hold(0, [1, 2, 3]):
+            pass
+        assert served.census()["held"] == 3
+        stream.interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            cache.synchronize()
+        assert served.census()["held"] == 3
+        cache.close()
+        assert served.census()["held"] == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_expert_whose_copy_failed_is_not_there(
+    served: Served, device: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served.attach() as ring:
+        wanted = {e: bytes_of(ring.fetch(0, [e])[0]) for e in range(6)}
+        cache = ExpertCache(ring, 3 * size_of_slot(ring), device)
+        with cache.hold(0, [3, 4, 5]):
+            pass
+        with monkeypatch.context() as patch:
+            left = [2]
+
+            def fails(*copied: Any) -> None:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise error
+                _copy_runs(*copied)
+
+            patch.setattr("smoe_mp.cuda._copy_runs", fails)
+            with pytest.raises(error), cache.hold(0, [0, 1, 2]):
+                pass
+        assert sum((0, e) in cache for e in (0, 1, 2)) == 1
+        with cache.hold(0, [0, 1, 2]) as held:  # three slots are there, and nothing holds one
+            assert [bytes_there(x) for x in held] == [wanted[e] for e in (0, 1, 2)]
+        cache.close()
+
+
 def test_a_mapping_is_registered_in_chunks_and_let_go_before_it_goes(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +313,19 @@ def test_without_cuda_it_says_so(served: Served, tmp_path: Path) -> None:
         smoe_mp.transformers.load(path, gpu_cache_gb=1)
 
 
+def test_a_device_and_a_cache_that_cannot_be_are_refused_before_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ModelError, match="device='cuda:2': the last CUDA device here is 'cuda:1'"):
+        smoe_mp.transformers.load(path, device="cuda:2", ring="nobody")
+    for size in (float("inf"), float("nan"), 0, -1):
+        with pytest.raises(ModelError, match=rf"gpu_cache_gb={size!r}: a finite size above 0"):
+            smoe_mp.transformers.load(path, device="cuda", gpu_cache_gb=size, ring="nobody")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 def test_the_benchmark_is_skipped_by_name_without_cuda(tmp_path: Path) -> None:
     with pytest.raises(SmoeError, match=r"bench cuda: there is no CUDA device here.*skipped"):
@@ -239,28 +363,41 @@ def test_where_the_driver_refuses_copies_go_through_buffers(
         cache.close()
 
 
-def bytes_there(expert: Any) -> dict[str, bytes]:
-    return {name: bytes(expert.bytes_of(name).cpu().numpy()) for name in expert.tensors}
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_slot_of_the_ring_is_held_until_its_copy_has_ended(served: Served) -> None:
     with served.attach() as ring:
         wanted = {e: bytes_of(ring.fetch(0, [e])[0]) for e in range(12)}
         pinned = pin(ring)
         cache = ExpertCache(ring, 3 * size_of_slot(ring), "cuda", pinned)
-        with torch.cuda.stream(cache._stream):
+        assert cache._stream is not None
+        with torch.cuda.stream(cache._stream.cuda):
             torch.cuda._sleep(4_000_000_000)  # cycles: two seconds
         with cache.hold(0, [1, 2, 3]):
-            held = served.census()["held"]
-            under_way = not cache._copying[0][0].query()
-            assert held == 3 or not under_way
+            assert served.census()["held"] == len(cache._copying)
         for e in range(4, 12):  # the other slots are used again and again meanwhile
             ring.fetch(0, [e]).release()
         with cache.hold(0, [1, 2, 3]) as there:
             assert [bytes_there(x) for x in there] == [wanted[e] for e in (1, 2, 3)]
         cache.close()
         assert served.census()["held"] == 0
+        del pinned
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_layer_of_more_experts_than_a_registered_ring_has_slots(served: Served) -> None:
+    with served.attach() as ring:
+        wanted = {e.expert: bytes_of(e) for e in ring.as_ready(0, range(12))}
+        pinned = pin(ring)
+        cache = ExpertCache(ring, 20 * size_of_slot(ring), "cuda", pinned)
+        assert cache._stream is not None
+        with torch.cuda.stream(cache._stream.cuda):
+            torch.cuda._sleep(4_000_000_000)  # cycles: two seconds
+        with cache.hold(0, range(12)) as there:
+            assert [bytes_there(x) for x in there] == [wanted[e] for e in range(12)]
+        assert served.census()["held"] == len(cache._copying)
+        cache.synchronize()
+        assert served.census()["held"] == 0
+        cache.close()
         del pinned
 
 
@@ -431,6 +568,18 @@ def test_what_the_cache_has_is_not_guessed(device: str, tmp_path: Path, streamed
     ring.speculate = guess
     assert_same(model, grouped(path, device), device)
     assert {layer for layer, _ in told} == {1}
+
+
+def test_an_idle_model_holds_nothing_of_the_ring(tmp_path: Path, streamed: Streamed) -> None:
+    model = streamed(tinymodels.write("qwen3_moe", tmp_path / "m", torch.bfloat16))
+    ring = smoe_mp.transformers.ring_of(model)
+    cache, _ = slow(ring, 100)
+    model._smoe_stream.cache = cache
+    with torch.no_grad():
+        model(prompt())
+    assert cache.stats.misses > ring.slots
+    assert ring.stats()["census"]["held"] == 0
+    cache.close()
 
 
 def test_another_device_than_the_experts_is_refused(tmp_path: Path, streamed: Streamed) -> None:

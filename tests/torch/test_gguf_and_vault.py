@@ -151,6 +151,8 @@ def test_the_trained_model_on_real_text(
 
 def test_a_vault_of_unchanged_weights(tmp_path: Path, streamed: Load) -> None:
     path, original = write_vault(tmp_path, torch.bfloat16, raw=True)
+    with pytest.raises(ModelError, match=r"no config.json beside it, and it has no arch block: give config="):
+        smoe_mp.transformers.load(path, ring="none")
     assert_alike(streamed(path, config=original.config), original)
 
 

@@ -411,6 +411,44 @@ def test_what_cannot_be_is_said_in_a_line(
     assert (found == status) if status != 1 else (found != 0)
 
 
+@pytest.mark.parametrize("option", [("--seed", str(2**64)), ("--threads", str(10**10))])
+def test_numbers_that_torch_cannot_take_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], option: tuple[str, str]
+) -> None:
+    assert command(monkeypatch, "no-model", *option) == 2
+    assert f"Invalid value for '{option[0]}'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["from_pretrained", "generate"])
+def test_what_torch_says_of_memory_is_said_in_a_line(
+    *,
+    words: Path,
+    system: PrivateSystem,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    def fails(*arguments: Any, **settings: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(transformers.Qwen3MoeForCausalLM, where, fails)
+    assert command(monkeypatch, words, "-p", "a", "--ring", system.name) == 8
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"smoe-mp: error: {words}: .*: CUDA out of memory. Tried to allocate\n", err)
+
+
+def test_torch_may_have_more_threads_than_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("tiny.smoe", "tiny.scout.safetensors", "config.json"):
+        shutil.copy(models.TINY / name, tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 128)
+    arguments = ("-p", "a", "--ring-slots", "256", "--max-tokens", "1", "--greedy", "--workers", "1")
+    assert command(monkeypatch, tmp_path / "tiny.smoe", *arguments) == 0
+    assert capfd.readouterr().err.startswith("[1 tokens")
+
+
 def test_a_model_that_transformers_cannot_load_is_said_in_a_line(
     words: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

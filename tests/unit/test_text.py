@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from smoe_mp.errors import ConfigError
-from smoe_mp.run import Answer, Conversation, Sampling
+from smoe_mp.run import Answer, Conversation, NoRoom, Sampling, talk
 from smoe_mp.text import HELD_MAX, Bytes, Message, Pieces, Streamer
 
 WORDS = "plain, Ärger, 模型, \U0001f600 and e\u0301"
@@ -103,18 +105,51 @@ def test_a_conversation_by_its_template() -> None:
     text = Words(["system", "user", "assistant", "be", "hi", "ho"])
     talk = Conversation(text, system="be")
     assert text.decode(talk.prompt("hi")) == "system be user hi"
-    talk.answered(answer("ho"))
+    talk.answered("hi", answer("ho"))
     assert text.decode(talk.prompt("hi")) == "system be user hi assistant ho user hi"
+    assert text.decode(talk.new().prompt("ho")) == "system be user ho"
 
 
 def test_a_conversation_without_template_is_one_text() -> None:
-    for talk in (Conversation(Bytes()), Conversation(Words(["a"]), raw=True)):
-        if talk.__dict__["_raw"]:
-            assert talk.prompt("a") == [0]
+    for one in (Conversation(Bytes()), Conversation(Words(["a"]), raw=True)):
+        if one.__dict__["_raw"]:
+            assert one.prompt("a") == [0]
             continue
-        assert bytes(talk.prompt("Once")) == b"Once"
-        talk.answered(answer(" upon"))
-        assert bytes(talk.prompt("a time")) == b"Once upon\na time"
+        assert bytes(one.prompt("Once")) == b"Once"
+        one.answered("Once", answer(" upon"))
+        assert bytes(one.prompt("a time")) == b"Once upon\na time"
+
+
+class Narrow:
+    """As much of a speaker as a conversation uses: a context of so many bytes, answered by as many dots."""
+
+    def __init__(self, context: int) -> None:
+        self.context = context
+        self.prompts: list[bytes] = []
+
+    def answer(self, prompt: Sequence[int]) -> Answer:
+        if len(prompt) >= self.context:
+            raise NoRoom(f"the prompt has {len(prompt)} tokens")
+        self.prompts.append(bytes(prompt))
+        return answer("." * (self.context - len(prompt)))
+
+
+def test_a_full_context_ends_the_conversation_and_not_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speaker: Any = Narrow(8)
+    monkeypatch.setattr("sys.stdin", io.StringIO("much too long\nOnce\nmuch too long\ntwice\n"))
+    talk(speaker, Conversation(Bytes()))
+    assert speaker.prompts == [b"Once", b"twice"]
+    figures = answer("").line()
+    assert capsys.readouterr().err.splitlines() == [
+        "[the prompt has 13 tokens; the line is left out]",
+        figures,
+        "[the prompt has 22 tokens; again in a new conversation]",
+        "[the prompt has 13 tokens; the line is left out]",
+        "[the prompt has 14 tokens; again in a new conversation]",
+        figures,
+    ]
 
 
 def test_a_system_message_needs_a_template() -> None:
