@@ -150,7 +150,7 @@ def test_a_forked_child_s_end_leaves_the_parent_alone(served: Served, source: St
         timeout=LIMIT_S,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert [v.tobytes() for v in views] == source.expected(1)
     with ring.fetch(1, [4]):
         pass
@@ -259,7 +259,7 @@ def run_script(path: Path, program: str, *arguments: str) -> str:
         timeout=LIMIT_S,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
 
 
@@ -300,7 +300,7 @@ def test_nothing_starts_at_import() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
 def test_attaching_and_fetching_start_nothing(served: Served) -> None:
@@ -320,4 +320,4 @@ def test_attaching_and_fetching_start_nothing(served: Served) -> None:
         timeout=LIMIT_S,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
