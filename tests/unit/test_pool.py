@@ -262,6 +262,24 @@ def test_more_and_fewer() -> None:
     assert all(child.closed for child in ending)
 
 
+def test_who_was_let_end_is_told_to_where_others_are_wanted_again() -> None:
+    """A drained worker in a slow read sees the drain only after it, and by then the ring may serve again."""
+    bench = Bench(2)
+    bench.pool.let_end()
+    first, second = bench.started
+    assert (first.signals, second.signals) == ([], [])
+    second.exited = True
+    bench.pool.tick()
+    bench.taken = {0}
+    bench.pool.set_target(2)
+    bench.pool.tick()
+    assert first.signals == [signal.SIGTERM]
+    assert (bench.numbers, bench.pool.alive) == ([1, 2], 3)
+    first.exited = True
+    bench.pool.tick()
+    assert (bench.pool.alive, bench.epitaphs) == (2, [])
+
+
 def test_a_number_that_is_taken_is_not_used() -> None:
     bench = Bench(0)
     bench.taken = {0, 2}
