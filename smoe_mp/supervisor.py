@@ -567,7 +567,11 @@ class Supervisor:
                 failed.append(error)
 
         saving = threading.Thread(target=save, daemon=True)
-        saving.start()
+        try:
+            saving.start()
+        except RuntimeError as refused:
+            self._warn(f"histogram {path}: not saved: {refused}")
+            return
         saving.join(SAVE_S)
         if saving.is_alive():
             self._warn(
