@@ -114,7 +114,7 @@ def pack(
         source_bytes=sum(e.length for x in source.experts for e in x.extents),
         vault_bytes=job.writer.file_size,
         scout_bytes=scout.file_size if scout else 0,
-        free_bytes=free_bytes(out.parent),
+        free_bytes=free_bytes(out, *([scout_path] if scout_path else [])),
         dry_run=dry_run,
     )
     _check_space(report)
@@ -132,11 +132,12 @@ def _write(
     """Write both files; at any error neither is there, and what was there before still is."""
     experts = job.source.experts
     with ExitStack() as undo:
+        # The vault first: what a killed pack left is most of it, and is free before more is looked for.
+        undo.callback(job.writer.abort)
+        job.writer.begin()
         scout_file = PartialFile(scout_path, scout.file_size, "scout file") if scout and scout_path else None
         if scout_file:
             undo.callback(scout_file.abort)
-        undo.callback(job.writer.abort)
-        job.writer.begin()
         if scout and scout_file:
             scout.write(scout_file, advance)
         with SourceReader(job.source) as reader:

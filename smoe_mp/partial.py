@@ -3,13 +3,16 @@
 It is written as `<name>.partial` beside its place, synced, and renamed; whoever fails removes it.  A writer
 that is killed leaves its partial file behind, and the next one takes that over and begins anew: what a dead
 writer wrote was made of a source that may have changed since, and finding that out costs as much as writing
-again.  A lock on the file, which the kernel drops at a death, tells a dead writer's file from a living one's.
+again.  A lock on the file, which the kernel drops at a death, tells a dead writer's file from a living one's;
+a file system without locks cannot, and there two writers at once are the user's to avoid.
 
 Several threads may write at once, each its own bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -17,19 +20,42 @@ from pathlib import Path
 from smoe_mp.errors import VaultError
 from smoe_mp.platform import system
 
-__all__ = ["SPARE_BYTES", "PartialFile", "free_bytes"]
+__all__ = ["SPARE_BYTES", "PartialFile", "free_bytes", "lock_file"]
 
 #: Left free on the file system, besides the file.
 SPARE_BYTES = 1 << 20
 
 
-def free_bytes(folder: Path) -> int:
-    """What the folder's file system has free for this user.  VaultError where it cannot be told."""
+def free_bytes(*paths: Path) -> int:
+    """What the file system of these files' folder has free for this user, with what a killed writer of them
+    left, which the next one takes over.  VaultError where it cannot be told."""
+    folder = paths[0].parent
     try:
         space = os.statvfs(folder)
     except OSError as error:
         raise VaultError(f"{folder}: statvfs: {error.strerror} (errno {error.errno})") from error
-    return space.f_bavail * space.f_frsize
+    free = space.f_bavail * space.f_frsize
+    for path in paths:
+        with contextlib.suppress(OSError):  # mostly there is none
+            free += os.lstat(_partial_of(path)).st_blocks * 512
+    return free
+
+
+def _partial_of(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def lock_file(fd: int) -> bool:
+    """Lock the file for as long as it is open; False: another process has it.  On a file system without locks
+    it is simply not locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    return True
 
 
 class PartialFile:
@@ -41,7 +67,7 @@ class PartialFile:
 
     def __init__(self, path: Path, size: int, what: str) -> None:
         self.path, self.size, self._what = path, size, what
-        self._partial = path.with_name(path.name + ".partial")
+        self._partial = _partial_of(path)
         self._fd = -1
         try:
             self._fd = self._open()
@@ -97,18 +123,20 @@ class PartialFile:
     def _open(self) -> int:
         """The partial file, empty and locked by this process."""
         while True:
-            fd = -1
+            fd, call = -1, "open"
             try:
                 fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                call = "flock"
+                if not lock_file(fd):
+                    os.close(fd)
+                    raise VaultError(f"{self._partial}: another process is writing this {self._what}")
                 # Between the two calls the last writer may have renamed or removed the file that was opened.
+                call = "stat"
                 if os.path.samestat(os.fstat(fd), os.stat(self._partial)):
+                    call = "ftruncate"
                     os.ftruncate(fd, 0)
                     return fd
                 os.close(fd)
-            except BlockingIOError as error:
-                os.close(fd)
-                raise VaultError(f"{self._partial}: another process is writing this {self._what}") from error
             except FileNotFoundError as error:
                 if fd < 0:
                     raise VaultError(f"{self._partial}: open: the folder does not exist") from error
@@ -116,7 +144,9 @@ class PartialFile:
             except OSError as error:
                 if fd >= 0:
                     os.close(fd)
-                raise VaultError(f"{self._partial}: open: {error.strerror} (errno {error.errno})") from error
+                raise VaultError(
+                    f"{self._partial}: {call}: {error.strerror} (errno {error.errno})"
+                ) from error
 
     def _check_space(self) -> None:
         space = os.fstatvfs(self._fd)

@@ -270,7 +270,7 @@ def test_a_vault_is_not_quantised_again(tmp_path: Path, shared: Path) -> None:
 def test_too_little_space_is_said_before_anything_is_written(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "free_bytes", lambda _: 100_000)
+    monkeypatch.setattr(packing, "free_bytes", lambda *_: 100_000)
     source = model.per_expert(tmp_path / "m")
     for dry_run in (False, True):
         said = refusal(source, tmp_path / "v.smoe", dry_run=dry_run)
