@@ -44,7 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp.errors import HistogramError
-from smoe_mp.partial import lock_file
+from smoe_mp.partial import lock_file, sync_folder
 from smoe_mp.runtime import state_folder
 from smoe_mp.sources.base import Source
 
@@ -311,7 +311,7 @@ def save(path: Path, model: bytes, known: Pairs, counts: Sequence[int] | npt.NDA
             _write(fd, data)
             os.fsync(fd)
             os.rename(temporary, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         failed = HistogramError(f"histogram {path}: not saved: {error.strerror} (errno {error.errno})")
         failed.os_error = error.errno or 0
@@ -389,18 +389,3 @@ def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename last; file systems that cannot do that are let be."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a folder to write in and not to list
-        return
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)

@@ -6,8 +6,8 @@
 writes; `--raw` changes no weight and writes version 3.  Everything that can be known beforehand (names,
 shapes, sizes, free space, what is in the way) is known before the first byte is written.
 
-Both files are written beside their places and renamed at the end, the scout file first: where the vault is,
-its scout is.  A pack that was killed left two `.partial` files, which the next one takes over.
+Both files are written beside their places, synced and renamed at the end, the scout file first: where the
+vault is, its scout is.  A pack that was killed left two `.partial` files, which the next one takes over.
 """
 
 from __future__ import annotations
@@ -129,7 +129,11 @@ def pack(
 def _write(
     job: _Quantise | _Raw, scout: Scout | None, scout_path: Path | None, advance: Callable[[int], None]
 ) -> None:
-    """Write both files; at any error neither is there, and what was there before still is."""
+    """Write both files; at any error neither is there, and what was there before still is.
+
+    Both are synced before either is renamed.  Only what fails after the scout's rename leaves a new scout
+    file beside what was in the vault's place.
+    """
     experts = job.source.experts
     with ExitStack() as undo:
         # The vault first: what a killed pack left is most of it, and is free before more is looked for.
@@ -150,9 +154,7 @@ def _write(
 
             run_all(len(experts), one, advance, cores())
             reader.check_unchanged()
-        if scout_file:
-            scout_file.publish()
-        job.writer.close()
+        job.writer.close(scout_file.publish if scout_file else None)
 
 
 class _Raw:

@@ -15,12 +15,13 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from smoe_mp.errors import VaultError
 from smoe_mp.platform import system
 
-__all__ = ["SPARE_BYTES", "PartialFile", "free_bytes", "lock_file"]
+__all__ = ["SPARE_BYTES", "PartialFile", "free_bytes", "lock_file", "sync_folder"]
 
 #: Left free on the file system, besides the file.
 SPARE_BYTES = 1 << 20
@@ -58,6 +59,21 @@ def lock_file(fd: int) -> bool:
     return True
 
 
+def sync_folder(folder: Path) -> None:
+    """Make a rename last; file systems that cannot do that are let be."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a folder to write in and not to list
+        return
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
+
+
 class PartialFile:
     """The file `path` in the making, of `size` bytes; `what` it is, for messages.
 
@@ -93,20 +109,22 @@ class PartialFile:
                 f" {error.errno})"
             ) from error
 
-    def publish(self) -> None:
-        """Sync, drop from the page cache what was written, rename, sync the folder."""
+    def publish(self, before: Callable[[], None] | None = None) -> None:
+        """Sync, drop from the page cache what was written, rename, sync the folder.  `before` is called when
+        nothing but the rename is left to do."""
+        call = "fsync"
         try:
             os.fsync(self._fd)
             # A vault will be read past the page cache; there it would only push out what others need.
             system.drop_cached(self._fd, 0, 0)
+            if before is not None:
+                before()
+            call = "rename"
             os.rename(self._partial, self.path)
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            call = "fsync of the folder"
+            sync_folder(self.path.parent)
         except OSError as error:
-            raise VaultError(f"{self.path}: {error.strerror} (errno {error.errno}) while closing") from error
+            raise VaultError(f"{self.path}: {call}: {error.strerror} (errno {error.errno})") from error
         os.close(self._fd)
         self._fd = -1
 

@@ -6,7 +6,7 @@ order by several threads, and the table goes last into a file that is renamed in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -115,8 +115,9 @@ class RawWriter:
         self.table["crc32c"][index] = lib.smoe_crc32c(0, ffi.from_buffer(blob), len(blob))
         self._written[index] = True
 
-    def close(self) -> None:
-        """Finish the vault and put it in its place; nothing on a writer that is closed.
+    def close(self, before: Callable[[], None] | None = None) -> None:
+        """Finish the vault and put it in its place; nothing on a writer that is closed.  `before` is called
+        when nothing but the rename is left to do.
 
         VaultError where experts are missing; then, and at any other error, what was written is removed.
         """
@@ -130,7 +131,7 @@ class RawWriter:
                     f" {missing.expert} of layer {missing.layer} is the first that is missing"
                 )
             self._file.write(self._head(), 0)
-            self._file.publish()
+            self._file.publish(before)
         except BaseException:
             self.abort()
             raise

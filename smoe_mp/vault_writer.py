@@ -177,8 +177,9 @@ class VaultWriter:
             raise VaultError(f"{self.path}: this writer is closed")
         return self._file
 
-    def close(self) -> None:
-        """Finish the vault and put it in its place; nothing on a writer that is closed.
+    def close(self, before: Callable[[], None] | None = None) -> None:
+        """Finish the vault and put it in its place; nothing on a writer that is closed.  `before` is called
+        when nothing but the rename is left to do.
 
         VaultError where experts are missing; then, and at any other error, what was written is removed.
         """
@@ -194,7 +195,7 @@ class VaultWriter:
                 )
             self._table["crc32c"] = self._crcs
             self._file.write(self._head(), 0)
-            self._file.publish()
+            self._file.publish(before)
         except BaseException:
             self.abort()
             raise
