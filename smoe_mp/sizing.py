@@ -139,8 +139,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """What is not the ring's, in bytes: `scout_bytes` the dense part (`reserve.scout`, by default what
-    `dense_bytes` says), `engine_bytes` the engine's overhead."""
+    """What is not the ring's, in bytes: `scout_bytes` the dense part (`reserve.scout_mb`, by default
+    what `dense_bytes` says), `engine_bytes` the engine's overhead."""
 
     scout_bytes: int = 0
     engine_bytes: int = ENGINE_BYTES

@@ -166,8 +166,8 @@ class Supervisor:
         """Start, serve until a stop signal or `request_stop`, and stop.  Main thread only.  `on_ready` is
         called once it serves.
 
-        Nothing is left behind, whatever happens, save by SIGKILL.  Raises SmoeError when a step fails or a
-        worker dies.
+        Nothing is left behind, whatever happens, save by SIGKILL.  Raises SmoeError when a step of the start
+        fails or a worker dies in it; later deaths are made good.
         """
         segments.check_name(self._config.name)
         segments.say_crash(self._config.name)
