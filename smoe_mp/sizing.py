@@ -39,7 +39,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from smoe_mp.errors import ConfigError, SegmentSpaceError
-from smoe_mp.runtime import human_bytes
+from smoe_mp.runtime import human_bytes, printable
 from smoe_mp.sources.base import Source
 
 MIB = 1 << 20
@@ -521,7 +521,7 @@ class _Reader:
     def doubt(self, path: str, what: str) -> None:
         """Note that a figure which may limit us is unknown."""
         self.certain = False
-        self.notes.append(f"{_printable(path)}: {what}; sized with care")
+        self.notes.append(f"{printable(path)}: {what}; sized with care")
 
     def text(self, path: str) -> str | None:
         """The file at `path`, None where there is none; unreadable: doubted."""
@@ -665,8 +665,8 @@ class _Reader:
         stat = self._stat(f"{folder}/memory.stat")
         found = [stat[key] for key in inactive if key in stat]
         if not found:
-            self.notes.append(f"{_printable(folder)}/memory.stat: no {inactive[-1]}; all page cache counts")
-        return Group(_printable(folder), name, known[name], use, found[0] if found else 0)
+            self.notes.append(f"{printable(folder)}/memory.stat: no {inactive[-1]}; all page cache counts")
+        return Group(printable(folder), name, known[name], use, found[0] if found else 0)
 
 
 def _beneath(path: str, top: str) -> PurePosixPath | None:
@@ -680,10 +680,6 @@ def _beneath(path: str, top: str) -> PurePosixPath | None:
 def _unescaped(name: str) -> str:
     r"""A path of mountinfo, where blanks, line ends and backslashes are written \ooo."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda found: chr(int(found[1], 8)), name)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _shown(text: str) -> str:
