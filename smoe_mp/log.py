@@ -132,8 +132,6 @@ class Log:
     def __init__(self, loaded: LoadedConfig, *, read: bool, to_file: bool) -> None:
         self._config = loaded.config
         self.file = loaded.log_path or (default_file(loaded.config.name) if to_file else None)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what a path has
         self._level = logging.getLevelName(loaded.config.log.level.upper())
         self._stdout = _Stdout(sys.stdout)
         self._stdout.setFormatter(Text(timed=False) if read else self._formatter(timed=False))
