@@ -28,7 +28,7 @@ import numpy as np
 from smoe_mp._native import ffi, lib
 from smoe_mp.errors import ConfigError, VaultError
 from smoe_mp.parallel import byte_bar, cores, run_all
-from smoe_mp.partial import SPARE_BYTES, PartialFile, free_bytes
+from smoe_mp.partial import SPARE_BYTES, PartialFile, free_bytes, partial_of
 from smoe_mp.quant import quantize_q2, quantize_q4
 from smoe_mp.raw_writer import RawWriter
 from smoe_mp.reader import SourceReader
@@ -114,7 +114,7 @@ def pack(
         source_bytes=sum(e.length for x in source.experts for e in x.extents),
         vault_bytes=job.writer.file_size,
         scout_bytes=scout.file_size if scout else 0,
-        free_bytes=free_bytes(out, *([scout_path] if scout_path else [])),
+        free_bytes=free_bytes(out.parent, [partial_of(path) for path in (out, scout_path) if path]),
         dry_run=dry_run,
     )
     _check_space(report)

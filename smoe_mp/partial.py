@@ -15,34 +15,34 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from smoe_mp.errors import VaultError
 from smoe_mp.platform import system
 
-__all__ = ["SPARE_BYTES", "PartialFile", "free_bytes", "lock_file", "sync_folder"]
+__all__ = ["SPARE_BYTES", "PartialFile", "free_bytes", "lock_file", "partial_of", "sync_folder"]
 
 #: Left free on the file system, besides the file.
 SPARE_BYTES = 1 << 20
 
 
-def free_bytes(*paths: Path) -> int:
-    """What the file system of these files' folder has free for this user, with what a killed writer of them
-    left, which the next one takes over.  VaultError where it cannot be told."""
-    folder = paths[0].parent
+def free_bytes(folder: Path, going: Iterable[Path] = ()) -> int:
+    """What the folder's file system has free for this user, with what the files `going`, which need not be
+    there, will give back.  VaultError where it cannot be told."""
     try:
         space = os.statvfs(folder)
     except OSError as error:
         raise VaultError(f"{folder}: statvfs: {error.strerror} (errno {error.errno})") from error
     free = space.f_bavail * space.f_frsize
-    for path in paths:
+    for path in going:
         with contextlib.suppress(OSError):  # mostly there is none
-            free += os.lstat(_partial_of(path)).st_blocks * 512
+            free += os.lstat(path).st_blocks * 512
     return free
 
 
-def _partial_of(path: Path) -> Path:
+def partial_of(path: Path) -> Path:
+    """Where the file lies in the making; what a killed writer left there is taken over by the next."""
     return path.with_name(path.name + ".partial")
 
 
@@ -83,7 +83,7 @@ class PartialFile:
 
     def __init__(self, path: Path, size: int, what: str) -> None:
         self.path, self.size, self._what = path, size, what
-        self._partial = _partial_of(path)
+        self._partial = partial_of(path)
         self._fd = -1
         try:
             self._fd = self._open()

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smoe_mp.errors import VaultError
-from smoe_mp.partial import free_bytes
+from smoe_mp.partial import free_bytes, partial_of
 from smoe_mp.sources.base import Extent
 from smoe_mp.sources.smoe import (
     ARCH_DTYPE,
@@ -593,13 +593,12 @@ class Space(NamedTuple):
 
 def test_what_killed_writers_left_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: Space(10, 4096))
-    vault, scout = tmp_path / "v.smoe", tmp_path / "v.scout.safetensors"
-    assert free_bytes(vault, scout) == 40960
-    left = [tmp_path / f"{path.name}.partial" for path in (vault, scout)]
+    left = [partial_of(tmp_path / name) for name in ("v.smoe", "v.scout.safetensors")]
+    assert free_bytes(tmp_path, left) == 40960
     for path in left:
         path.write_bytes(os.urandom(100_000))
-    assert free_bytes(vault, scout) == 40960 + sum(path.stat().st_blocks * 512 for path in left)
-    assert free_bytes(vault, scout) > 200_000
+    assert free_bytes(tmp_path, left) == 40960 + sum(path.stat().st_blocks * 512 for path in left)
+    assert free_bytes(tmp_path, left) > 200_000
 
 
 @pytest.mark.parametrize("refusal", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
