@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import signal
@@ -81,8 +80,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main() -> None:
     """The entry point: runs the command and turns errors into one line and an exit status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what a path has
+    log.escape_stdout()
     try:
         app()
     except SmoeError as error:

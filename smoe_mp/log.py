@@ -126,6 +126,12 @@ def _point(path: str, fd: int) -> None:
         os.close(other)
 
 
+def escape_stdout() -> None:
+    """Have stdout escape what it cannot hold: a locale may lack what a path has."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 class Log:
     """An open log.  `file`: where it is, None for stdout alone."""
 

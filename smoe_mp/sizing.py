@@ -38,8 +38,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from smoe_mp import runtime
 from smoe_mp.errors import ConfigError, SegmentSpaceError
-from smoe_mp.runtime import human_bytes, printable
+from smoe_mp.runtime import human_bytes
 from smoe_mp.sources.base import Source
 
 MIB = 1 << 20
@@ -521,7 +522,7 @@ class _Reader:
     def doubt(self, path: str, what: str) -> None:
         """Note that a figure which may limit us is unknown."""
         self.certain = False
-        self.notes.append(f"{printable(path)}: {what}; sized with care")
+        self.notes.append(f"{runtime.printable(path)}: {what}; sized with care")
 
     def text(self, path: str) -> str | None:
         """The file at `path`, None where there is none; unreadable: doubted."""
@@ -662,11 +663,11 @@ class _Reader:
         use = self._number(f"{folder}/{use_file}")
         if use is None:
             self.doubt(f"{folder}/{use_file}", "not known how much of the limit is used")
-        stat = self._stat(f"{folder}/memory.stat")
+        where, stat = runtime.printable(folder), self._stat(f"{folder}/memory.stat")
         found = [stat[key] for key in inactive if key in stat]
         if not found:
-            self.notes.append(f"{printable(folder)}/memory.stat: no {inactive[-1]}; all page cache counts")
-        return Group(printable(folder), name, known[name], use, found[0] if found else 0)
+            self.notes.append(f"{where}/memory.stat: no {inactive[-1]}; all page cache counts")
+        return Group(where, name, known[name], use, found[0] if found else 0)
 
 
 def _beneath(path: str, top: str) -> PurePosixPath | None:
