@@ -80,6 +80,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main() -> None:
     """The entry point: runs the command and turns errors into one line and an exit status."""
+    log.escape_stdout()
     try:
         app()
     except SmoeError as error:

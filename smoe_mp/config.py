@@ -128,7 +128,8 @@ class PrewarmConfig(Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=60_000,
-            description="Pause between two of its reads, in milliseconds, so that the queue stays shallow.",
+            description="Pause between two of its reads, in milliseconds, so that the queue stays shallow;"
+            " 0 is the shortest, 1 ms.",
         ),
     ] = 4
     histogram: Annotated[
@@ -369,14 +370,23 @@ def for_model(
 
     Raises ConfigError as `load` does, and where the path is one that no configuration can hold.
     """
-    where = str(model.absolute())
-    try:
-        where.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{where!r}: the path is not UTF-8, which a configuration is: rename it") from None
+    where = _utf8(model)
     for key in settings or {}:
         _check_known(key, model)
     return _settled({"name": name, "vault.path": where, **(settings or {})}, model, "model", overrides)
+
+
+def _utf8(path: Path) -> str:
+    """The absolute path, which status and events tell in JSON; ConfigError where they cannot."""
+    where = str(path.absolute())
+    if not _is_utf8(where):
+        raise ConfigError(f"{where!r}: the path is not UTF-8, which a configuration is: rename it")
+    return where
+
+
+def _is_utf8(text: str) -> bool:
+    """False where it has bytes of a command line or a folder that are not."""
+    return text.encode(errors="replace").decode() == text
 
 
 def render(loaded: LoadedConfig) -> str:
@@ -403,6 +413,7 @@ def _toml(value: bool | int | str) -> str:
 
 def _settled(given: Mapping[str, Any], path: Path, origin: str, overrides: Overrides | None) -> LoadedConfig:
     """Hold the values `given` by key, and those of flags, against their options."""
+    _utf8(path)
     flat = dict(given)
     for key, value in flat.items():
         _check_value(OPTIONS[key], value, f"{path}: {key} =")
@@ -466,6 +477,8 @@ def _likeness(a: str, b: str) -> float:
 
 
 def _check_value(option: Option, value: Any, where: str) -> None:
+    if isinstance(value, str) and not (_is_utf8(value) and "\0" not in value):
+        raise ConfigError(f"{where} {_shown(value)}: must be UTF-8 text without NUL")
     try:
         msgspec.convert(value, option.type)
     except msgspec.ValidationError:

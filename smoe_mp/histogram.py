@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import struct
@@ -45,6 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp.errors import HistogramError
+from smoe_mp.partial import lock_file, sync_folder
 from smoe_mp.runtime import state_folder
 from smoe_mp.sources.base import Source
 
@@ -311,7 +311,7 @@ def save(path: Path, model: bytes, known: Pairs, counts: Sequence[int] | npt.NDA
             _write(fd, data)
             os.fsync(fd)
             os.rename(temporary, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         failed = HistogramError(f"histogram {path}: not saved: {error.strerror} (errno {error.errno})")
         failed.os_error = error.errno or 0
@@ -367,7 +367,8 @@ def _lock(path: Path) -> int:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(errno.EEXIST, f"{path} is in the way")
-            if _flock(fd) and _is_at(fd, path):
+            # Without locks a second writer's mixture is found by its checksum.
+            if lock_file(fd) and _is_at(fd, path):
                 return fd
         except BaseException:
             os.close(fd)
@@ -375,19 +376,6 @@ def _lock(path: Path) -> int:
         os.close(fd)
         time.sleep(_LOCK_PAUSE_S)
     raise OSError(errno.EAGAIN, f"another process is saving it ({path} is locked)")
-
-
-def _flock(fd: int) -> bool:
-    """False: another process has it.  On a file system without locks, a second writer's mixture is found
-    by its checksum."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-    return True
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -401,18 +389,3 @@ def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename last; file systems that cannot do that are let be."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a folder to write in and not to list
-        return
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)

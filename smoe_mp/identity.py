@@ -16,10 +16,12 @@ Away is no change: workers have the file open, and what is resident is right.  C
 that is back as it was nobody knows what it was meanwhile, so it takes a new start to serve it again.
 
 A look may hang with its file system, and the supervisor may not: it is done in a thread, one at a time.
+Where no thread is to be had for the moment, the next look is the next one that is due.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -138,8 +140,10 @@ class Watch:
         if self._clock() >= self._due:
             self._began = self._clock()
             self._due = self._began + self._every_s
-            self._thread = threading.Thread(target=self._look, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._look, daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread to be had
+                thread.start()
+                self._thread = thread
         return None
 
     def _look(self) -> None:

@@ -126,14 +126,18 @@ def _point(path: str, fd: int) -> None:
         os.close(other)
 
 
+def escape_stdout() -> None:
+    """Have stdout escape what it cannot hold: a locale may lack what a path has."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 class Log:
     """An open log.  `file`: where it is, None for stdout alone."""
 
     def __init__(self, loaded: LoadedConfig, *, read: bool, to_file: bool) -> None:
         self._config = loaded.config
         self.file = loaded.log_path or (default_file(loaded.config.name) if to_file else None)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what a path has
         self._level = logging.getLevelName(loaded.config.log.level.upper())
         self._stdout = _Stdout(sys.stdout)
         self._stdout.setFormatter(Text(timed=False) if read else self._formatter(timed=False))

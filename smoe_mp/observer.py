@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from smoe_mp import child
 from smoe_mp._native import ffi, lib
-from smoe_mp.segments import CENSUS, PREWARM_WORDS, STATES, check_name, participants
+from smoe_mp.segments import CENSUS, PREWARM_WORDS, STATES, check_name, participants, slot_word
 from smoe_mp.stats import counters
 
 HELD, GUESS = lib.SMOE_SHOWN_HELD, lib.SMOE_SHOWN_GUESS
@@ -67,9 +67,9 @@ class Observer:
 
     def expert_in(self, slot: int) -> tuple[int, int] | None:
         """(layer, expert) whose bytes are or will be in the slot."""
-        word = int(lib.smoe_slot_word(self.ptr, slot))
+        state, index = slot_word(self.ptr, slot)
         pair = ffi.new("uint32_t[2]")
-        if not word & 7 or lib.smoe_expert_pair(self.ptr, word >> 11 & 0x1FFFFF, pair, pair + 1) < 0:
+        if not state or lib.smoe_expert_pair(self.ptr, index, pair, pair + 1) < 0:
             return None
         return int(pair[0]), int(pair[1])
 

@@ -6,8 +6,8 @@
 writes; `--raw` changes no weight and writes version 3.  Everything that can be known beforehand (names,
 shapes, sizes, free space, what is in the way) is known before the first byte is written.
 
-Both files are written beside their places and renamed at the end, the scout file first: where the vault is,
-its scout is.  A pack that was killed left two `.partial` files, which the next one takes over.
+Both files are written beside their places, synced and renamed at the end, the scout file first: where the
+vault is, its scout is.  A pack that was killed left two `.partial` files, which the next one takes over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from smoe_mp._native import ffi, lib
 from smoe_mp.errors import ConfigError, VaultError
 from smoe_mp.parallel import byte_bar, cores, run_all
-from smoe_mp.partial import SPARE_BYTES, PartialFile, free_bytes
+from smoe_mp.partial import SPARE_BYTES, PartialFile, free_bytes, partial_of
 from smoe_mp.quant import quantize_q2, quantize_q4
 from smoe_mp.raw_writer import RawWriter
 from smoe_mp.reader import SourceReader
@@ -113,7 +113,7 @@ def pack(
         source_bytes=sum(e.length for x in source.experts for e in x.extents),
         vault_bytes=job.writer.file_size,
         scout_bytes=scout.file_size if scout else 0,
-        free_bytes=free_bytes(out.parent),
+        free_bytes=free_bytes(out.parent, [partial_of(path) for path in (out, scout_path) if path]),
         dry_run=dry_run,
     )
     _check_space(report)
@@ -128,14 +128,19 @@ def pack(
 def _write(
     job: _Quantise | _Raw, scout: Scout | None, scout_path: Path | None, advance: Callable[[int], None]
 ) -> None:
-    """Write both files; at any error neither is there, and what was there before still is."""
+    """Write both files; at any error neither is there, and what was there before still is.
+
+    Both are synced before either is renamed.  Only what fails after the scout's rename leaves a new scout
+    file beside what was in the vault's place.
+    """
     experts = job.source.experts
     with ExitStack() as undo:
+        # The vault first: what a killed pack left is most of it, and is free before more is looked for.
+        undo.callback(job.writer.abort)
+        job.writer.begin()
         scout_file = PartialFile(scout_path, scout.file_size, "scout file") if scout and scout_path else None
         if scout_file:
             undo.callback(scout_file.abort)
-        undo.callback(job.writer.abort)
-        job.writer.begin()
         if scout and scout_file:
             scout.write(scout_file, advance)
         with SourceReader(job.source) as reader:
@@ -148,9 +153,7 @@ def _write(
 
             run_all(len(experts), one, advance, cores())
             reader.check_unchanged()
-        if scout_file:
-            scout_file.publish()
-        job.writer.close()
+        job.writer.close(scout_file.publish if scout_file else None)
 
 
 class _Raw:

@@ -82,6 +82,9 @@ class Pool:
         """Have `count` children from now on; surplus ones are told to end, the highest numbers first."""
         self.target = count
         self._due = min(self._due, self._clock())
+        # Whoever was let end and has not yet may by now have reason to go on, beside those that are wanted.
+        for child in self._ending:
+            child.send(signal.SIGTERM)
         for number in sorted(self.children)[count:]:
             child = self.children.pop(number)
             child.send(signal.SIGTERM)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from smoe_mp import child, histogram
 from smoe_mp._native import ffi, lib
 from smoe_mp.errors import SmoeError
-from smoe_mp.segments import PREWARM_STATES, PREWARM_WORDS, STATES, read_histogram
+from smoe_mp.segments import PREWARM_STATES, PREWARM_WORDS, STATES, read_histogram, slot_word
 
 SAVE_EVERY_S = 60.0
 #: Guesses of ours that may wait at a time, so that a demand that turns up finds the workers free soon.
@@ -42,11 +42,6 @@ def budget(slots: int) -> int:
     """How many experts a pass loads at most: the ring less the headroom max(128, slots / 4), 0 where that
     leaves nothing."""
     return max(0, slots - max(128, slots // 4))
-
-
-def by_popularity(counts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """Expert indices, most popular first; equal ones in table order."""
-    return np.argsort(-counts.astype(np.int64), kind="stable")
 
 
 class Prewarmer:
@@ -115,7 +110,7 @@ class Prewarmer:
     def _pass(self) -> Iterator[int]:
         """One pass; yields after each push, and after each look that could not push."""
         counts = read_histogram(self._ring, self._n)
-        order = by_popularity(counts)[: self._budget]
+        order = histogram.Histogram(counts).order()[: self._budget]
         self._say("goal", len(order))
         self._say("done", 0)
         for done, index in enumerate(order, 1):
@@ -131,8 +126,8 @@ class Prewarmer:
     def _resident(self, index: int) -> bool:
         """In the ring, loading or failed: then there is nothing to do."""
         home = lib.smoe_home(self._ring, index)
-        word = lib.smoe_slot_word(self._ring, home - 1) if home else 0
-        return bool(word & 7) and word >> 11 & 0x1FFFFF == index
+        state, expert = slot_word(self._ring, home - 1) if home else (0, 0)
+        return bool(state) and expert == index
 
     def _guess(self, index: int) -> None:
         layer, expert = self._pairs[index]

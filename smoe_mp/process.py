@@ -160,7 +160,10 @@ class Child:
         self.label, self.ready = label, False
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._loop, self._on_line, self._partial = loop, on_line, b""
-        ready_read, ready_write = os.pipe()
+        try:
+            ready_read, ready_write = os.pipe()
+        except OSError as error:
+            raise SmoeError(f"{label}: cannot start {argv[0]}: pipe: {error.strerror}") from error
         try:
             self._process = subprocess.Popen(
                 [*argv, "--watch-fd", str(watch.read_fd), "--ready-fd", str(ready_write)],

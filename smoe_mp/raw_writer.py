@@ -6,7 +6,7 @@ order by several threads, and the table goes last into a file that is renamed in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,16 +31,12 @@ from smoe_mp.sources.smoe3 import (
     TensorRecord,
 )
 from smoe_mp.sources.smoe_file import ALIGNMENT, ENTRY_DTYPE, HEADER_DTYPE, MAGIC
-from smoe_mp.vault_writer import check_pairs
+from smoe_mp.vault_writer import check_pairs, up_to
 
 __all__ = ["RawWriter", "lay_out"]
 
 _FIRST = ("gate", "up")
 _HEADER_FACTS = ("d_model", "vocab_size", "ffn_dim")
-
-
-def _up_to(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def lay_out(tensors: Sequence[Tensor]) -> tuple[TensorRecord, ...]:
@@ -50,7 +46,7 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[TensorRecord, ...]:
     place, out = 0, []
     for t in [*first, *(t for t in tensors if t.name not in _FIRST)]:
         out.append(TensorRecord(t.name, t.dtype, t.shape, place, t.nbytes, t.tag))
-        place = _up_to(place + t.nbytes, TENSOR_ALIGNMENT)
+        place = up_to(place + t.nbytes, TENSOR_ALIGNMENT)
     return tuple(out)
 
 
@@ -81,17 +77,17 @@ class RawWriter:
         description = Description(tuple(different), _model(self._source.model), self._origin(scout))
         self._text = msgspec.json.encode(description)
         experts = self._source.experts
-        self._description_at = _up_to(
+        self._description_at = up_to(
             HEADER_DTYPE.itemsize + len(experts) * ENTRY_DTYPE.itemsize, DESCRIPTION_ALIGNMENT
         )
         end = self._description_at + DESCRIPTION_HEAD.size + len(self._text)
-        self._data_offset = _up_to(end, ALIGNMENT)
+        self._data_offset = up_to(end, ALIGNMENT)
         ends = [records[-1].offset + records[-1].nbytes for records in self.records]
         table = np.zeros(len(experts), ENTRY_DTYPE)
         table["layer_id"] = [x.layer for x in experts]
         table["expert_id"] = [x.expert for x in experts]
         table["raw_size"] = [ends[x.layout] for x in experts]
-        padded = [_up_to(ends[x.layout], ALIGNMENT) for x in experts]
+        padded = [up_to(ends[x.layout], ALIGNMENT) for x in experts]
         table["padded_size"] = padded
         table["byte_offset"] = self._data_offset + np.concatenate(([0], np.cumsum(padded[:-1], dtype="u8")))
         table["group_size"] = [number[self.records[x.layout]] for x in experts]
@@ -115,8 +111,9 @@ class RawWriter:
         self.table["crc32c"][index] = lib.smoe_crc32c(0, ffi.from_buffer(blob), len(blob))
         self._written[index] = True
 
-    def close(self) -> None:
-        """Finish the vault and put it in its place; nothing on a writer that is closed.
+    def close(self, before: Callable[[], None] | None = None) -> None:
+        """Finish the vault and put it in its place; nothing on a writer that is closed.  `before` is called
+        when nothing but the rename is left to do.
 
         VaultError where experts are missing; then, and at any other error, what was written is removed.
         """
@@ -130,7 +127,7 @@ class RawWriter:
                     f" {missing.expert} of layer {missing.layer} is the first that is missing"
                 )
             self._file.write(self._head(), 0)
-            self._file.publish()
+            self._file.publish(before)
         except BaseException:
             self.abort()
             raise

@@ -39,7 +39,7 @@ from smoe_mp._held import Held, View, demand, install, view
 from smoe_mp._held import batch as batch_of
 from smoe_mp._native import check, check_plain, ffi, lib, new_error, raise_error, text
 from smoe_mp.errors import IdError, RingClosed, RingError, VaultError
-from smoe_mp.segments import CENSUS, MODES, check_name
+from smoe_mp.segments import CENSUS, MODES, check_name, slot_word
 from smoe_mp.sources import scaled
 from smoe_mp.sources.dtypes import BITS, NUMPY
 
@@ -57,6 +57,7 @@ _BITS = {"SMOE_Q4": 4, "SMOE_Q2": 2}
 TRACED_RANKS = 8
 ID_MAX = 1 << 31  # of layers and experts: less than that
 _UNDER_WAY = (CENSUS.index("queued"), CENSUS.index("reading"))
+_RESIDENT = (CENSUS.index("ready"), CENSUS.index("consumed"))
 #: Slots that a request of more than the ring can keep goes on in, at most: enough for all workers to read.
 BULK_SLOTS = 64
 
@@ -327,8 +328,7 @@ class Batch(Held, Sequence[Expert]):
         """Whether no read of it is under way any more, so that `wait` returns or raises at once."""
         ptr, holds = self._handle.ptr, self._holds
         return not any(
-            holds[i].status == lib.SMOE_HOLD_LOADING
-            and lib.smoe_slot_word(ptr, holds[i].slot) & 7 in _UNDER_WAY
+            holds[i].status == lib.SMOE_HOLD_LOADING and slot_word(ptr, holds[i].slot)[0] in _UNDER_WAY
             for i in range(self._n)
         )
 
@@ -657,8 +657,8 @@ class Ring:
         home = lib.smoe_home(ptr, index)
         if not home:
             return False
-        word = lib.smoe_slot_word(ptr, home - 1)
-        return word & 7 in (3, 4) and word >> 11 & 0x1FFFFF == index
+        state, now = slot_word(ptr, home - 1)
+        return state in _RESIDENT and now == index
 
 
 def _flat(tally: stats.Tally) -> dict[str, Any]:

@@ -490,6 +490,13 @@ def read_histogram(ring: Any, n_experts: int) -> npt.NDArray[np.uint32]:
     return counts
 
 
+def slot_word(ring: Any, slot: int) -> tuple[int, int]:
+    """The state of a slot, by its number in `CENSUS`, and the expert index: whose bytes are or will be there
+    (0 in an empty one).  The word's bits: csrc/core.h."""
+    word = int(lib.smoe_slot_word(ring, slot))
+    return word & 7, word >> 11 & 0x1FFFFF
+
+
 def participants(ring: Any) -> list[dict[str, Any]]:
     room = 163
     infos = ffi.new("smoe_participant_info[]", room)

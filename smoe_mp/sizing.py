@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from smoe_mp import runtime
 from smoe_mp.errors import ConfigError, SegmentSpaceError
 from smoe_mp.runtime import human_bytes
 from smoe_mp.sources.base import SCOUT_SUFFIX, Source
@@ -139,8 +140,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """What is not the ring's, in bytes: `scout_bytes` the dense part (`reserve.scout`, by default what
-    `dense_bytes` says), `engine_bytes` the engine's overhead."""
+    """What is not the ring's, in bytes: `scout_bytes` the dense part (`reserve.scout_mb`, by default
+    what `dense_bytes` says), `engine_bytes` the engine's overhead."""
 
     scout_bytes: int = 0
     engine_bytes: int = ENGINE_BYTES
@@ -521,7 +522,7 @@ class _Reader:
     def doubt(self, path: str, what: str) -> None:
         """Note that a figure which may limit us is unknown."""
         self.certain = False
-        self.notes.append(f"{_printable(path)}: {what}; sized with care")
+        self.notes.append(f"{runtime.printable(path)}: {what}; sized with care")
 
     def text(self, path: str) -> str | None:
         """The file at `path`, None where there is none; unreadable: doubted."""
@@ -662,11 +663,11 @@ class _Reader:
         use = self._number(f"{folder}/{use_file}")
         if use is None:
             self.doubt(f"{folder}/{use_file}", "not known how much of the limit is used")
-        stat = self._stat(f"{folder}/memory.stat")
+        where, stat = runtime.printable(folder), self._stat(f"{folder}/memory.stat")
         found = [stat[key] for key in inactive if key in stat]
         if not found:
-            self.notes.append(f"{_printable(folder)}/memory.stat: no {inactive[-1]}; all page cache counts")
-        return Group(_printable(folder), name, known[name], use, found[0] if found else 0)
+            self.notes.append(f"{where}/memory.stat: no {inactive[-1]}; all page cache counts")
+        return Group(where, name, known[name], use, found[0] if found else 0)
 
 
 def _beneath(path: str, top: str) -> PurePosixPath | None:
@@ -680,10 +681,6 @@ def _beneath(path: str, top: str) -> PurePosixPath | None:
 def _unescaped(name: str) -> str:
     r"""A path of mountinfo, where blanks, line ends and backslashes are written \ooo."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda found: chr(int(found[1], 8)), name)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _shown(text: str) -> str:

@@ -166,8 +166,8 @@ class Supervisor:
         """Start, serve until a stop signal or `request_stop`, and stop.  Main thread only.  `on_ready` is
         called once it serves.
 
-        Nothing is left behind, whatever happens, save by SIGKILL.  Raises SmoeError when a step fails or a
-        worker dies.
+        Nothing is left behind, whatever happens, save by SIGKILL.  Raises SmoeError when a step of the start
+        fails or a worker dies in it; later deaths are made good.
         """
         segments.check_name(self._config.name)
         segments.say_crash(self._config.name)
@@ -269,6 +269,7 @@ class Supervisor:
 
     def set_workers(self, count: int) -> dict[str, Any]:
         """Have `count` workers from now on."""
+        self._check_not_stopping()
         if self._state == "drained":
             raise ConfigError(f"ring {self._config.name} is drained and has no workers: resume it first")
         if self._stale:
@@ -281,6 +282,7 @@ class Supervisor:
 
     def prewarm(self, action: str, trickle_ms: int | None = None) -> dict[str, Any]:
         """ "run" begins a pass anew, "pause" and "resume" do that, "trickle" sets the pause between reads."""
+        self._check_not_stopping()
         if action in ("pause", "resume"):
             self._segments.prewarm_set("pause", int(action == "pause"))
         elif action == "run":
@@ -291,14 +293,17 @@ class Supervisor:
 
     def demand(self, pairs: list[tuple[int, int]]) -> Demand:
         """Have experts read; asked by turns."""
+        self._check_not_stopping()
         return self._remote.demand(pairs)
 
     def speculate(self, pairs: list[tuple[int, int]]) -> dict[str, Any]:
         """Guess experts."""
+        self._check_not_stopping()
         return {"queued": self._remote.speculate(pairs)}
 
     def busy(self, lease_ms: int) -> dict[str, Any]:
         """Raise the control plane's busy flag for a time, or (0) lower it."""
+        self._check_not_stopping()
         self._remote.busy(lease_ms)
         return {"busy_clients": self._segments.busy_clients(), "lease_ms": self._remote.lease_ms()}
 
@@ -308,6 +313,8 @@ class Supervisor:
         """The popularity; "save", "set" and "reset" do that before.  Raises HistogramError where the file
         cannot be written, IdError for an expert that there is not."""
         ring, file = self._segments, self._histogram
+        if action != "get":
+            self._check_not_stopping()
         if action == "reset":
             ring.set_counts(dict.fromkeys(range(len(ring.pairs)), 0))
         elif action == "set":
@@ -332,6 +339,7 @@ class Supervisor:
     def verify(self, action: str) -> dict[str, Any]:
         """Start or stop a check of the files; how far it is."""
         if action == "start":
+            self._check_not_stopping()
             self._checking.start()
         elif action == "stop":
             self._checking.stop()
@@ -339,7 +347,8 @@ class Supervisor:
 
     def drain(self, resume: bool) -> _Drain:
         """Serve no more demand, or again."""
-        if self._stale or self._stop_reason:
+        self._check_not_stopping()
+        if self._stale:
             raise SmoeError(f"ring {self._config.name}: {self._health()}")
         if resume and self._state == "drained":
             self._segments.set_state("live")
@@ -360,6 +369,12 @@ class Supervisor:
             self._say("drained: no new demand; reads that are under way finish")
         self._tell_state()
         return _Drain(self, self._segments)
+
+    def _check_not_stopping(self) -> None:
+        """For all that changes something: the stop turns the loop too, and has begun to take things away."""
+        if self._stop_reason or self._state == "stopping":
+            reason = self._stop_reason or "it failed"
+            raise SmoeError(f"ring {self._config.name} is stopping: {reason}")
 
     @property
     def under_way(self) -> bool:
@@ -552,7 +567,11 @@ class Supervisor:
                 failed.append(error)
 
         saving = threading.Thread(target=save, daemon=True)
-        saving.start()
+        try:
+            saving.start()
+        except RuntimeError as refused:
+            self._warn(f"histogram {path}: not saved: {refused}")
+            return
         saving.join(SAVE_S)
         if saving.is_alive():
             self._warn(

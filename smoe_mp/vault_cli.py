@@ -13,7 +13,7 @@ from smoe_mp import pack as packing
 from smoe_mp import verify as verifying
 from smoe_mp.control_cli import verify_live
 from smoe_mp.errors import ConfigError
-from smoe_mp.runtime import human_bytes
+from smoe_mp.runtime import human_bytes, human_duration
 from smoe_mp.sources import open_source
 
 PACK_HELP = """Write a vault of a model, and a scout file of its other tensors beside it.
@@ -78,7 +78,7 @@ def _draw_pack(report: packing.PackReport) -> None:
         print(f"free there: {human_bytes(report.free_bytes)}")
     else:
         all_bytes = report.source_bytes + report.scout_bytes
-        print(f"{_seconds(report.seconds)}, {_rate(all_bytes, report.seconds)} of the source")
+        print(f"{human_duration(report.seconds)}, {_rate(all_bytes, report.seconds)} of the source")
 
 
 def _rate(count: int, seconds: float) -> str:
@@ -115,10 +115,6 @@ def _draw_verify(report: verifying.Report) -> None:
     wrong = len({(bad.layer, bad.expert) for bad in report.bad})
     print(
         f"{report.path}: {report.experts} experts, {human_bytes(report.bytes)} read"
-        f" ({', '.join(report.modes)}) in {_seconds(report.seconds)},"
+        f" ({', '.join(report.modes)}) in {human_duration(report.seconds)},"
         f" {_rate(report.bytes, report.seconds)}; {sums}; {f'{wrong} BAD' if wrong else 'all good'}"
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"

@@ -36,13 +36,14 @@ from smoe_mp.sources.smoe import (
     ArchBlock,
 )
 
-__all__ = ["VaultWriter", "check_pairs"]
+__all__ = ["VaultWriter", "check_pairs", "up_to"]
 
 Packed = tuple[U8, F16]
 _PACKED_DTYPES = (np.dtype(np.uint8), np.dtype(np.float16))
 
 
-def _up_to(value: int, multiple: int) -> int:
+def up_to(value: int, multiple: int) -> int:
+    """The least multiple that is no less than `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -98,7 +99,7 @@ class VaultWriter:
         self._check()
         self._sizes = {name: packed_sizes(prod(shape), bits) for name, shape in self.shapes.items()}
         self.raw_size = sum(sum(sizes) for sizes in self._sizes.values())
-        self.padded_size = _up_to(self.raw_size, ALIGNMENT)
+        self.padded_size = up_to(self.raw_size, ALIGNMENT)
         self._lay_out(d_model, vocab_size, ffn_dim, arch)
         self._file: PartialFile | None = None
         if begin:
@@ -177,8 +178,9 @@ class VaultWriter:
             raise VaultError(f"{self.path}: this writer is closed")
         return self._file
 
-    def close(self) -> None:
-        """Finish the vault and put it in its place; nothing on a writer that is closed.
+    def close(self, before: Callable[[], None] | None = None) -> None:
+        """Finish the vault and put it in its place; nothing on a writer that is closed.  `before` is called
+        when nothing but the rename is left to do.
 
         VaultError where experts are missing; then, and at any other error, what was written is removed.
         """
@@ -194,7 +196,7 @@ class VaultWriter:
                 )
             self._table["crc32c"] = self._crcs
             self._file.write(self._head(), 0)
-            self._file.publish()
+            self._file.publish(before)
         except BaseException:
             self.abort()
             raise
@@ -227,9 +229,9 @@ class VaultWriter:
     def _lay_out(self, d_model: int, vocab_size: int, ffn_dim: int, arch: ArchBlock | None) -> None:
         count = len(self._experts)
         tables_end = HEADER_DTYPE.itemsize + count * (ENTRY_DTYPE.itemsize + 3 * DESCRIPTOR_DTYPE.itemsize)
-        arch_offset = _up_to(tables_end, ARCH_ALIGNMENT) if arch else 0
+        arch_offset = up_to(tables_end, ARCH_ALIGNMENT) if arch else 0
         end = arch_offset + ARCH_DTYPE.itemsize if arch else tables_end
-        self._data_offset = _up_to(end, ALIGNMENT)
+        self._data_offset = up_to(end, ALIGNMENT)
         self._header = np.zeros((), HEADER_DTYPE)
         fields = {
             "magic": MAGIC,

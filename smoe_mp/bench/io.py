@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from smoe_mp.bench import Figure, Progress, Report, Share, machine
 from smoe_mp.bench.rings import BenchRing, absent_first, bench_ring, flat_source, native_one
 from smoe_mp.bench.stats import Goal
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
+from smoe_mp.partial import free_bytes
 from smoe_mp.platform import system
 from smoe_mp.ring import Batch
 from smoe_mp.runtime import human_bytes
@@ -314,14 +314,14 @@ def scratch_file(folder: Path, size: int, progress: Progress, *, floats: bool = 
     path = folder / ("bench-floats.bin" if floats else "bench-io.bin")
     if path.exists() and _is_whole(path, size):
         return path
-    free = shutil.disk_usage(folder).free + (path.stat().st_blocks * 512 if path.exists() else 0)
+    partial = path.with_suffix(".partial")
+    free = free_bytes(folder, (path, partial))
     if free < size + SPARE_BYTES:
         raise SegmentError(
             f"{folder}: the scratch file needs {human_bytes(size)}, and {human_bytes(free)} are free:"
             " give --scratch another folder"
         )
     path.unlink(missing_ok=True)
-    partial = path.with_suffix(".partial")
     try:
         with _writable(partial, os.O_TRUNC) as fd:
             _write_random(fd, 0, size, progress, floats=floats)

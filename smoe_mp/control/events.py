@@ -30,7 +30,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from smoe_mp.control.protocol import MESSAGE_BYTES_MAX, VERSION
+from smoe_mp.control.protocol import MESSAGE_BYTES_MAX, VERSION, write
 from smoe_mp.control.sockets import bind
 from smoe_mp.errors import ControlError
 from smoe_mp.runtime import check_reachable, events_path, socket_path
@@ -93,7 +93,7 @@ class Publisher:
         if self.wanted(event):
             message = Event(v=VERSION, seq=self._seq[event], time=time.time(), event=event, data=dict(data))
             with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart([event.encode(), msgspec.json.encode(message)], zmq.NOBLOCK)
+                self._socket.send_multipart([event.encode(), write(message)], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close and remove the socket."""

@@ -14,6 +14,7 @@ JSON, then the version, then the command's name, then its fields.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -77,15 +78,23 @@ def _is_id(value: object) -> bool:
     return value is None or (type(value) is int and -(1 << 63) <= value < 1 << 63)
 
 
+def write(message: Struct) -> bytes:
+    """A message as JSON; bytes of a path that are not UTF-8 stand as "?"."""
+    try:
+        return msgspec.json.encode(message)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(message), ensure_ascii=False).encode(errors="replace")
+
+
 def write_result(id_: Id, result: Struct) -> bytes:
     """The reply of a request that was done."""
-    return msgspec.json.encode(Reply(v=VERSION, id=id_, ok=True, result=Raw(msgspec.json.encode(result))))
+    return write(Reply(v=VERSION, id=id_, ok=True, result=Raw(write(result))))
 
 
 def write_error(id_: Id, type_: str, message: str) -> bytes:
     """The reply of a request that was not done; a long message is cut."""
     error = ErrorBody(type_, message[:2000])
-    return msgspec.json.encode(Reply(v=VERSION, id=id_, ok=False, error=error))
+    return write(Reply(v=VERSION, id=id_, ok=False, error=error))
 
 
 def read_reply(body: bytes) -> Reply:

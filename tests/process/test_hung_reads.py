@@ -33,11 +33,13 @@ from faultkit import (
     shimmed,
 )
 from support import LIMIT_S, state_of, stop, until
-from systems import System, smoe_mp, write_config
+from systems import System, processes_of, smoe_mp, write_config
 
 import smoe_mp as smoe
 from smoe_mp import segments
-from smoe_mp.errors import Busy, ExpertReadError, ReadTimeout
+from smoe_mp.control import commands
+from smoe_mp.control.client import ControlClient
+from smoe_mp.errors import Busy, ControlError, ExpertReadError, NoAnswer, ReadTimeout
 from smoe_mp.sources import open_source
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="Linux alone")
@@ -421,6 +423,55 @@ def test_status_names_the_stuck_worker(vault: Path, ring_name: str, tmp_path: Pa
                         assert x.raw.tobytes() == f.read(extent.length)
         census = system.look().ring.census
         assert census["held"] == census["reserved"] == census["reading"] == census["failed"] == 0
+
+
+def test_workers_that_a_drain_left_in_a_read_end_after_it(
+    vault: Path, ring_name: str, tmp_path: Path
+) -> None:
+    """Resumed meanwhile, the ring is live again when the read ends."""
+
+    def workers() -> list[str]:
+        return [line for line in processes_of(ring_name) if "smoe-worker" in line]
+
+    with system_on_fuse(vault, ring_name, tmp_path) as (system, server):
+        with smoe.attach(ring_name) as ring:
+            forget(server.path)
+            server.stop()
+            with pytest.raises(ReadTimeout):
+                ring.fetch(1, [0])
+        with ControlClient(ring_name, timeout_ms=100) as control, pytest.raises(NoAnswer):
+            control.call(commands.Drain())  # it goes on
+        assert system.ask(commands.Drain(resume=True)).state == "live"
+        with smoe.attach(ring_name) as ring:
+            until(lambda: len(workers()) > 2, "new workers beside the old ones")
+            server.go_on()
+            until(lambda: len(workers()) == 2, "an end of the old ones")
+            patiently(ring, 1, [0]).release()
+
+
+def test_nothing_is_begun_while_a_stop_waits_for_a_read(vault: Path, ring_name: str, tmp_path: Path) -> None:
+    with system_on_fuse(vault, ring_name, tmp_path) as (system, server):
+        with smoe.attach(ring_name) as ring:
+            forget(server.path)
+            server.stop()
+            with pytest.raises(ReadTimeout):
+                ring.fetch(1, [0])
+        system.ask(commands.Stop())
+        changes = (
+            commands.Workers(count=3),
+            commands.Verify(action="start"),
+            commands.Drain(),
+            commands.Prewarm(action="run"),
+            commands.Demand(experts=[(0, 0)]),
+            commands.Speculate(experts=[(0, 0)]),
+            commands.Busy(),
+            commands.Histogram(action="reset"),
+        )
+        for change in changes:
+            with pytest.raises(ControlError, match="is stopping: asked to by the control plane"):
+                system.ask(change)
+        server.go_on()
+        assert system.wait() == 0
 
 
 #: `smoe-mp`, less patient with its workers at the stop.

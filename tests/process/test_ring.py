@@ -33,7 +33,7 @@ from support import (
 )
 
 import smoe_mp
-from smoe_mp import _held, errors
+from smoe_mp import _held, errors, segments
 from smoe_mp._native import ffi, lib
 from smoe_mp.ring import Batch, QuantizedTensor
 from smoe_mp.segments import probe
@@ -423,6 +423,22 @@ def test_a_claim_of_one_that_loads_is_nothing(ring: smoe_mp.Ring, served: Served
             worker.go_on()
         batch.wait()
         assert ring.resident(0, 1)
+
+
+def test_slot_words_say_what_the_core_says(ring: smoe_mp.Ring) -> None:
+    """Held against the core's own census and its homes, over all slots."""
+    with ring.fetch(1, range(4, 8)) as batch:
+        ptr = ring._open().ptr
+        words = [segments.slot_word(ptr, slot) for slot in range(ring.slots)]
+        names = [segments.CENSUS[state] for state, _ in words]
+        census = ring.stats()["census"]
+        assert {name: names.count(name) for name in segments.CENSUS[:6]} == {
+            name: census[name] for name in segments.CENSUS[:6]
+        }
+        held = {words[batch._holds[i].slot] for i in range(4)}
+        indices = {lib.smoe_expert_index(ptr, 1, expert) for expert in range(4, 8)}
+        assert held == {(segments.CENSUS.index("consumed"), index) for index in indices}
+        assert all(words[lib.smoe_home(ptr, index) - 1][1] == index for index in indices)
 
 
 def test_resident_checks_its_ids(ring: smoe_mp.Ring) -> None:

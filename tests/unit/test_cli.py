@@ -371,3 +371,16 @@ def test_init_of_what_cannot_work_writes_nothing(
         assert run(monkeypatch, "init", *arguments) == status
         assert words in error_of(capsys)
     assert not out.exists()
+
+
+def test_a_name_that_stdout_cannot_hold_fails_no_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not (vault := SHARED / "vaults/qwen3-tiny.q4.smoe").is_file():
+        pytest.skip(f"{vault.name}: the shared vaults are not here")
+    odd = Path(shutil.copy(vault, tmp_path / "caf\udce9.smoe"))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert run(monkeypatch, "verify", odd) == 0
+    out.seek(0)
+    assert "/caf\\udce9.smoe: 24 experts" in out.read()

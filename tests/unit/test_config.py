@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -215,6 +216,20 @@ def test_settings_of_a_model_are_held_against_their_options() -> None:
         config.for_model(Path("m.smoe"), "r", settings={"workers.count": True})
     with pytest.raises(ConfigError, match="not UTF-8"):
         config.for_model(Path("m\udcff.smoe"), "r")
+
+
+def test_a_configuration_in_a_place_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"/caf\\udce9/r\.toml': the path is not UTF-8"):
+        config.parse(LEAST, Path("/caf\udce9/r.toml"))
+
+
+@pytest.mark.parametrize("key", [option.key for option in OPTIONS.values() if option.type.__origin__ is str])
+def test_no_text_has_what_no_path_can_have_or_no_json(key: str) -> None:
+    model = Path("/m.smoe")
+    for wrong in ("a\0b", "a\udcffb"):
+        with pytest.raises(ConfigError, match=re.escape(f"{wrong!r}: must be UTF-8 text without NUL")):
+            config.for_model(model, "r", settings={key: wrong})
+    assert config.for_model(model, "r", settings={"log.file": "caf\xe9.log"}).config.log.file == "caf\xe9.log"
 
 
 @pytest.mark.parametrize(

@@ -125,3 +125,12 @@ def test_a_socket_that_cannot_be_made(folder: Path) -> None:
     with pytest.raises(ControlError, match="event socket"):
         Publisher(context, folder / "none" / "x.evt")
     context.term()
+
+
+def test_a_path_that_is_not_utf8_is_told_as_far_as_it_is(publisher: Publisher) -> None:
+    with EventStream(NAME, ("warning",)) as stream:
+        await_subscription(publisher, "warning")
+        publisher.publish("warning", {"text": "histogram /m\udcff/\xe9.bin: not saved"})
+        event = stream.next(LIMIT_S)
+    assert event is not None
+    assert event.data == {"text": "histogram /m?/\xe9.bin: not saved"}

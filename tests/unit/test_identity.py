@@ -117,3 +117,21 @@ def test_a_look_that_hangs_holds_nobody_up(source: StampedSource, monkeypatch: p
     assert not watch.hangs
     watch.poll()
     until(lambda: looks == [True, False], "the next one, which was due long ago")
+
+
+def test_without_a_thread_to_be_had_the_next_look_is_the_next_one_due(
+    source: StampedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [10.0]
+    watch = Watch(source, 10, lambda: clock[0])
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refused)
+        assert watch.poll(hurry=True) is None
+    clock[0] += HANG_S + 1
+    assert not watch.hangs
+    assert watch.poll() is None  # begins it
+    until(lambda: watch.poll() is not None, "its end")

@@ -270,7 +270,7 @@ def test_a_vault_is_not_quantised_again(tmp_path: Path, shared: Path) -> None:
 def test_too_little_space_is_said_before_anything_is_written(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "free_bytes", lambda _: 100_000)
+    monkeypatch.setattr(packing, "free_bytes", lambda *_: 100_000)
     source = model.per_expert(tmp_path / "m")
     for dry_run in (False, True):
         said = refusal(source, tmp_path / "v.smoe", dry_run=dry_run)
@@ -293,6 +293,28 @@ def test_a_failing_write_leaves_what_was_there(
     monkeypatch.setattr(os, "pwrite", full)
     assert "No space left on device (errno 28)" in refusal(source, out, force=True)
     assert out.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_sync_that_fails_leaves_what_was_there(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, raw: bool
+) -> None:
+    source, out = model.per_expert(tmp_path / "m"), tmp_path / "v.smoe"
+    scout = tmp_path / "v.scout.safetensors"
+    out.write_bytes(b"old vault")
+    scout.write_bytes(b"old scout")
+    real, calls = os.fsync, iter(range(100))
+
+    def full(fd: int) -> None:
+        if next(calls) == failing:
+            raise OSError(5, "Input/output error")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert ": fsync: Input/output error (errno 5)" in refusal(source, out, force=True, raw=raw)
+    assert (out.read_bytes(), scout.read_bytes()) == (b"old vault", b"old scout")
+    assert sorted(os.listdir(tmp_path)) == ["m", "v.scout.safetensors", "v.smoe"]
 
 
 def test_a_source_that_changes_meanwhile_is_no_vault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import signal
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from smoe_mp.errors import SmoeError
 from smoe_mp.pool import LOOP_DEATHS, LOOP_S, PAUSE_MAX_S, RETRY_S, Pool
+from smoe_mp.process import Child, Loop, WatchPipe
 
 
 class FakeChild:
@@ -262,6 +264,24 @@ def test_more_and_fewer() -> None:
     assert all(child.closed for child in ending)
 
 
+def test_who_was_let_end_is_told_to_where_others_are_wanted_again() -> None:
+    """A drained worker in a slow read sees the drain only after it, and by then the ring may serve again."""
+    bench = Bench(2)
+    bench.pool.let_end()
+    first, second = bench.started
+    assert (first.signals, second.signals) == ([], [])
+    second.exited = True
+    bench.pool.tick()
+    bench.taken = {0}
+    bench.pool.set_target(2)
+    bench.pool.tick()
+    assert first.signals == [signal.SIGTERM]
+    assert (bench.numbers, bench.pool.alive) == ([1, 2], 3)
+    first.exited = True
+    bench.pool.tick()
+    assert (bench.pool.alive, bench.epitaphs) == (2, [])
+
+
 def test_a_number_that_is_taken_is_not_used() -> None:
     bench = Bench(0)
     bench.taken = {0, 2}
@@ -295,3 +315,15 @@ def test_a_child_that_cannot_be_started_counts_as_a_death(wanted: int) -> None:
     bench.fault = None
     bench.wait(RETRY_S + LOOP_S)
     assert (bench.pool.state, bench.pool.alive) == ("ok", wanted)
+
+
+def test_a_process_without_descriptors_to_spare_starts_nobody_and_says_so() -> None:
+    watch, loop = WatchPipe(), Loop()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(SmoeError, match=r"worker 3: cannot start /bin/true: .*[Tt]oo many open files"):
+            Child("worker 3", ["/bin/true"], watch, loop, print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        watch.close()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import SHARED, stamped_source
 
-from smoe_mp import sizing
+from smoe_mp import runtime, sizing
 from smoe_mp.errors import ConfigError, SegmentSpaceError
 from smoe_mp.sizing import GIB, MIB, Group, Memory, Reserve, Sizing
 from smoe_mp.sources import open_source
@@ -139,7 +139,7 @@ def test_clamped_to_dev_shm_last() -> None:
 
 
 def test_the_line_is_one_line() -> None:
-    odd = Group(sizing._printable("/a\nb"), "memory.max", 40 * GIB, 0)
+    odd = Group(runtime.printable("/a\nb"), "memory.max", 40 * GIB, 0)
     for slots in (0, 77):
         assert "\n" not in size(host(50 * GIB, groups=(odd,)), slots_given=slots).line
 

@@ -6,6 +6,7 @@ bytes, and a test says which words and figures the refusal must have.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smoe_mp.errors import VaultError
+from smoe_mp.partial import free_bytes, partial_of
 from smoe_mp.sources.base import Extent
 from smoe_mp.sources.smoe import (
     ARCH_DTYPE,
@@ -586,6 +589,42 @@ def test_a_living_writers_partial_file_is_left_alone(tmp_path: Path) -> None:
 class Space(NamedTuple):
     f_bavail: int
     f_frsize: int
+
+
+def test_what_killed_writers_left_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: Space(10, 4096))
+    left = [partial_of(tmp_path / name) for name in ("v.smoe", "v.scout.safetensors")]
+    assert free_bytes(tmp_path, left) == 40960
+    for path in left:
+        path.write_bytes(os.urandom(100_000))
+    assert free_bytes(tmp_path, left) == 40960 + sum(path.stat().st_blocks * 512 for path in left)
+    assert free_bytes(tmp_path, left) > 200_000
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing(refusal))
+    with writer(tmp_path / "v.smoe") as out:
+        fill(out)
+    assert os.listdir(tmp_path) == ["v.smoe"]
+
+
+@pytest.mark.parametrize(("module", "call"), [(os, "open"), (fcntl, "flock"), (os, "ftruncate")])
+def test_the_call_that_failed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, call: str
+) -> None:
+    with monkeypatch.context() as faulty:
+        faulty.setattr(module, call, failing(errno.EIO))
+        with pytest.raises(VaultError) as caught:
+            writer(tmp_path / "v.smoe")
+    assert str(caught.value) == f"{tmp_path}/v.smoe.partial: {call}: Input/output error (errno 5)"
+
+
+def failing(number: int) -> Callable[..., int]:
+    def call(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
 
 
 def test_too_little_space_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
