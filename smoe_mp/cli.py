@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -45,6 +46,7 @@ from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import PROMPT, Writing, run_demo
 from smoe_mp.errors import ConfigError, NoAnswer, SmoeError
 from smoe_mp.fit import fit, slots_in
+from smoe_mp.paths import expanded
 from smoe_mp.process import ExitWatch, ignore
 from smoe_mp.run import Sampling, speak
 from smoe_mp.runtime import (
@@ -163,7 +165,7 @@ def up(
         "speculation.ranks": spec,
         "log.level": log_level,
         "log.format": log_format,
-        "log.file": str(Path(log_file).expanduser().absolute()) if log_file else log_file,  # of this folder
+        "log.file": str(expanded(log_file).absolute()) if log_file else log_file,  # of this folder
     }
     if detach:
         _start_detached(target, overrides)
@@ -447,10 +449,10 @@ def inspect(
 
 
 def _layer_and_expert(text: str) -> tuple[int, int]:
-    layer, _, expert = text.partition(":")
-    if not (layer.isascii() and layer.isdigit() and expert.isascii() and expert.isdigit()):
-        raise ConfigError(f"--expert {text}: not LAYER:EXPERT, two whole numbers")
-    return int(layer[:9]), int(expert[:9])
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if not found:
+        raise ConfigError(f"--expert {text}: not LAYER:EXPERT, two whole numbers of at most 9 digits")
+    return int(found[1]), int(found[2])
 
 
 @app.command(

@@ -27,6 +27,7 @@ from msgspec import Meta, Struct, field
 
 from smoe_mp.errors import ConfigError
 from smoe_mp.listener import PATTERN
+from smoe_mp.paths import expanded
 
 MIB = 1 << 20
 
@@ -324,7 +325,7 @@ class LoadedConfig:
         return self._beside(given) if given else None
 
     def _beside(self, path: str) -> Path:
-        return (self.path.parent / Path(path).expanduser()).absolute()
+        return (self.path.parent / expanded(path)).absolute()
 
     @property
     def slot_bytes(self) -> int | None:
@@ -345,7 +346,7 @@ def load(path: str | Path, overrides: Overrides | None = None) -> LoadedConfig:
 
     Raises ConfigError, with the file, the key, the value and what is allowed.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     return parse(_read(path), path, overrides)
 
 

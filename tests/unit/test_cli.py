@@ -32,6 +32,7 @@ from smoe_mp.control.commands import (
     WorkerStatus,
 )
 from smoe_mp.errors import SmoeError
+from smoe_mp.models import TINY
 
 COMMANDS = (
     "up",
@@ -178,6 +179,30 @@ def test_flags_are_checked_like_the_file(
     config.write_text('name = "r"\nvault.path = "m"\n')
     assert run(monkeypatch, "up", config, "--ring", "-1") == 2
     assert error_of(capsys).startswith("--ring -1: must be a whole number from 0 to 65535")
+
+
+REFUSED: list[tuple[tuple[str, ...], int, str]] = [
+    (("up", "~nosuchuser/c.toml"), 2, "no home folder is known for ~nosuchuser"),
+    (("size", "~nosuchuser/m.smoe"), 2, "no home folder is known for ~nosuchuser"),
+    (("init", "~nosuchuser/m.smoe"), 2, "no home folder is known for ~nosuchuser"),
+    (("up", "c.toml", "--log-file", "~nosuchuser/log"), 2, "no home folder is known for ~nosuchuser"),
+    (("size", "elsewhere.toml"), 2, "no home folder is known for ~nosuchuser"),
+    (("inspect", str(TINY / "tiny.smoe"), "--expert=1234567890:0"), 2, "--expert 1234567890:0: not LAYER"),
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_cannot_be_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    refused: tuple[tuple[str, ...], int, str],
+) -> None:
+    arguments, status, words = refused
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere.toml").write_text('name = "r"\nvault.path = "~nosuchuser/m.smoe"\n')
+    assert run(monkeypatch, *arguments) == status
+    assert words in error_of(capsys)
 
 
 def test_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
