@@ -45,6 +45,7 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import PROMPT, Writing, run_demo
 from smoe_mp.errors import ConfigError, NoAnswer, SmoeError
+from smoe_mp.finite import finite
 from smoe_mp.fit import fit, slots_in
 from smoe_mp.paths import expanded
 from smoe_mp.process import ExitWatch, ignore
@@ -199,7 +200,12 @@ def status(
     every_s: Annotated[
         float | None,
         typer.Option(
-            "--watch", metavar="[S]", min=0.1, help="Look again every S seconds, 2 by default, until Ctrl-C."
+            "--watch",
+            metavar="[S]",
+            min=0.1,
+            max=86_400,
+            callback=finite,
+            help="Look again every S seconds, 2 by default, until Ctrl-C.",
         ),
     ] = None,
 ) -> None:
@@ -222,7 +228,15 @@ def down(
         bool, typer.Option("--keep-ring", help="Leave the ring with its contents to the next smoe-mp up.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0.1, help="How many seconds to wait for its end.")
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="S",
+            min=0.1,
+            max=86_400,
+            callback=finite,
+            help="How many seconds to wait for its end.",
+        ),
     ] = 60.0,
 ) -> None:
     deadline = time.monotonic() + timeout
@@ -479,11 +493,21 @@ def run(
     ] = 512,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", metavar="X", help="Of the sampling; 0: greedy. Default: the model's."),
+        typer.Option(
+            "--temperature",
+            metavar="X",
+            callback=finite,
+            help="Of the sampling; 0: greedy. Default: the model's.",
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", metavar="X", help="Sample of the likeliest tokens with this probability."),
+        typer.Option(
+            "--top-p",
+            metavar="X",
+            callback=finite,
+            help="Sample of the likeliest tokens with this probability.",
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Of the sampling.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
@@ -504,7 +528,9 @@ def run(
     ] = "cpu",
     gpu_cache_gb: Annotated[
         float | None,
-        typer.Option("--gpu-cache-gb", metavar="GB", help="With cuda: of experts kept in GPU memory."),
+        typer.Option(
+            "--gpu-cache-gb", metavar="GB", callback=finite, help="With cuda: of experts kept in GPU memory."
+        ),
     ] = None,
     look_ahead: Annotated[
         int,
@@ -572,7 +598,9 @@ def demo(
     ] = 240,
     temperature: Annotated[
         float,
-        typer.Option("--temperature", metavar="T", min=0, max=10, help="0: always the likeliest byte."),
+        typer.Option(
+            "--temperature", metavar="T", min=0, max=10, callback=finite, help="0: always the likeliest byte."
+        ),
     ] = 0.5,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the draws.")] = 1,
     config: Annotated[

@@ -39,6 +39,7 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.events import EVENTS, Event, EventStream
 from smoe_mp.control.protocol import DEADLINE_MS_MAX
 from smoe_mp.errors import ConfigError, Refused
+from smoe_mp.finite import finite
 from smoe_mp.paths import exists
 from smoe_mp.top import run_top
 
@@ -49,7 +50,10 @@ Experts = Annotated[
     list[str], typer.Argument(metavar="LAYER:EXPERT[-EXPERT]", help="Experts, as 5:3 or 5:0-7; several.")
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="S", min=0.001, max=DEADLINE_MS_MAX / 1000, help="Seconds.")
+    float,
+    typer.Option(
+        "--timeout", metavar="S", min=0.001, max=DEADLINE_MS_MAX / 1000, callback=finite, help="Seconds."
+    ),
 ]
 
 
@@ -105,7 +109,10 @@ def speculate(name: Name, experts: Experts, *, as_json: AsJson = False) -> None:
 def busy(
     name: Name,
     lease: Annotated[
-        float, typer.Option("--lease", metavar="S", min=0.001, max=3600, help="For how many seconds at most.")
+        float,
+        typer.Option(
+            "--lease", metavar="S", min=0.001, max=3600, callback=finite, help="For how many seconds at most."
+        ),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -332,7 +339,10 @@ def top(
     name: Name,
     *,
     every: Annotated[
-        float, typer.Option("--every", metavar="S", min=0.1, max=60, help="Seconds between two looks.")
+        float,
+        typer.Option(
+            "--every", metavar="S", min=0.1, max=60, callback=finite, help="Seconds between two looks."
+        ),
     ] = 1.0,
     frames: Annotated[
         int, typer.Option("--frames", metavar="N", min=0, help="Print N frames one below the other, and end.")

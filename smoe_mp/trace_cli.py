@@ -11,6 +11,7 @@ from rich.console import Console
 
 from smoe_mp import trace_view
 from smoe_mp.completion import Name
+from smoe_mp.finite import finite
 from smoe_mp.segments import check_name
 from smoe_mp.trace import read_trace
 from smoe_mp.trace import record as record_trace
@@ -30,7 +31,10 @@ def record(
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="The file; NAME.trace if left out.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", min=0, help="End after so long; 0: at Ctrl-C.")
+        float,
+        typer.Option(
+            "--seconds", metavar="S", min=0, callback=finite, help="End after so long; 0: at Ctrl-C."
+        ),
     ] = 0,
 ) -> None:
     path = out or Path(f"{check_name(name)}.trace")

@@ -210,6 +210,31 @@ def test_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "--rings" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "1e12"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("status", "r"), "--watch"),
+        (("down", "r"), "--timeout"),
+        (("demand", "r", "0:0"), "--timeout"),
+        (("drain", "r"), "--timeout"),
+        (("busy", "r"), "--lease"),
+        (("top", "r"), "--every"),
+        (("demo",), "--temperature"),
+        (("bench", "transformers"), "--skew"),
+    ],
+)
+def test_a_number_that_is_none_or_out_of_range(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+    option: str,
+    number: str,
+) -> None:
+    assert run(monkeypatch, *command, option, number) == 2
+    assert f"Invalid value for '{option}'" in capsys.readouterr().err
+
+
 def test_exit_codes_are_documented() -> None:
     def kinds(kind: type[SmoeError]) -> set[type[SmoeError]]:
         return {kind}.union(*map(kinds, kind.__subclasses__()))
