@@ -15,11 +15,14 @@ its files, and the routing traces of two other projects: CSV (one row for each r
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
 import json
+import os
 import signal
+import stat
 import threading
 import time
 import zlib
@@ -34,7 +37,8 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp._native import check, check_plain, ffi, lib, new_error
-from smoe_mp.errors import RingError, VaultError
+from smoe_mp.errors import ConfigError, RingError, VaultError
+from smoe_mp.partial import PartialFile
 from smoe_mp.segments import STATES
 
 __all__ = ["KINDS", "Recorder", "Trace", "TraceBuilder", "read_trace", "write_trace"]
@@ -299,6 +303,14 @@ def _planes(values: Column) -> bytes:
 
 def write_trace(trace: Trace, path: Path) -> None:
     """Write `trace` to a new or old file; VaultError where it cannot be written."""
+    try:
+        path.write_bytes(_packed(trace))
+    except OSError as error:
+        raise VaultError(f"{path}: the trace cannot be written: {error.strerror}") from error
+
+
+def _packed(trace: Trace) -> bytes:
+    """The file's bytes."""
     columns = {
         "time_us": np.diff(trace.time_us.astype(np.int64), prepend=0).astype(np.int64),
         "count": np.diff(trace.first),
@@ -320,10 +332,7 @@ def write_trace(trace: Trace, path: Path) -> None:
             [len(p) for p in packed],
         )
     )
-    try:
-        path.write_bytes(b"".join([MAGIC, len(header).to_bytes(4, "little"), header, *packed]))
-    except OSError as error:
-        raise VaultError(f"{path}: the trace cannot be written: {error.strerror}") from error
+    return b"".join([MAGIC, len(header).to_bytes(4, "little"), header, *packed])
 
 
 def _read_own(path: Path, raw: bytes) -> Trace:
@@ -498,22 +507,44 @@ class _Token(msgspec.Struct):
     layers: list[list[int]]
 
 
-def record(name: str, path: Path, seconds: float, say: Callable[[str], None]) -> Trace:
-    """Record the ring `name` for `seconds` (0: until Ctrl-C), or until it ends, and write `path`.
+def record(
+    name: str, path: Path, seconds: float, say: Callable[[str], None], *, force: bool = False
+) -> Trace:
+    """Record the ring `name` for `seconds` (0: until Ctrl-C or SIGTERM), or until it ends, and write `path`.
 
-    For the main thread, which alone can take signals: Ctrl-C ends it between two polls, so that it costs none
-    of what one has taken out of the log.
+    ConfigError where there is a file already, unless by `force`; VaultError where none can be written, both
+    before anything is recorded.  For the main thread, which alone can take signals: they end it between two
+    polls, so that they cost none of what one has taken out of the log, and not the file in the making either.
     """
+    target = Path(os.path.realpath(path))
+    _check_place(target, force)
     end = time.monotonic() + seconds if seconds else float("inf")
     stopped = threading.Event()
-    with Recorder(name) as recorder:
-        before = signal.signal(signal.SIGINT, lambda number, frame: stopped.set())
-        try:
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, lambda number, frame: stopped.set())
+            stack.callback(signal.signal, number, before)
+        with Recorder(name) as recorder:
+            out = PartialFile(target, 0, "trace")
+            stack.callback(out.abort)  # of one that is published: nothing
             say(f"recording {name}: Ctrl-C ends it")
             while recorder.alive and not stopped.is_set() and time.monotonic() < end:
                 recorder.poll()
                 time.sleep(0.01)
-        finally:
-            signal.signal(signal.SIGINT, before)
-    write_trace(recorder.trace, path)
+        out.write(_packed(recorder.trace), 0)
+        out.publish()
     return recorder.trace
+
+
+def _check_place(path: Path, force: bool) -> None:
+    """Nothing is there, or a file that may be replaced."""
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise VaultError(f"{path}: the trace cannot be written: {error.strerror}") from error
+    if not stat.S_ISREG(there.st_mode):
+        raise ConfigError(f"{path}: in the way, and no ordinary file: name another")
+    if not force:
+        raise ConfigError(f"{path}: there already; --force replaces it")

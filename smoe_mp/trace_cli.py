@@ -22,11 +22,12 @@ app = typer.Typer(
 
 
 @app.command(
-    help="Record what the clients of a running system ask for, until Ctrl-C.\n\n"
+    help="Record what the clients of a running system ask for, until Ctrl-C or SIGTERM.\n\n"
     "Example: smoe-mp trace record my-model -o evening.trace"
 )
 def record(
     name: Name,
+    *,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="The file; NAME.trace if left out.")
     ] = None,
@@ -36,9 +37,10 @@ def record(
             "--seconds", metavar="S", min=0, callback=finite, help="End after so long; 0: at Ctrl-C."
         ),
     ] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     path = out or Path(f"{check_name(name)}.trace")
-    trace = record_trace(check_name(name), path, seconds, lambda line: print(line, flush=True))
+    trace = record_trace(check_name(name), path, seconds, lambda line: print(line, flush=True), force=force)
     lost = f"; {trace.lost} cells of the log were lost: not whole" if trace.lost else ""
     print(f"{path}: {len(trace)} records, {len(trace.expert)} experts, {path.stat().st_size} bytes{lost}")
 

@@ -188,6 +188,9 @@ REFUSED: list[tuple[tuple[str, ...], int, str]] = [
     (("up", "c.toml", "--log-file", "~nosuchuser/log"), 2, "no home folder is known for ~nosuchuser"),
     (("size", "elsewhere.toml"), 2, "no home folder is known for ~nosuchuser"),
     (("inspect", str(TINY / "tiny.smoe"), "--expert=1234567890:0"), 2, "--expert 1234567890:0: not LAYER"),
+    (("trace", "record", "r", "-o", "elsewhere.toml"), 2, "elsewhere.toml: there already; --force"),
+    (("trace", "record", "r", "-o", ".", "--force"), 2, "in the way, and no ordinary file"),
+    (("trace", "record", "r", "-o", "x" * 300), 3, "cannot be written: File name too long"),
 ]
 
 
