@@ -380,7 +380,13 @@ def for_model(
 
 
 def render(loaded: LoadedConfig) -> str:
-    """The configuration as a TOML file that explains itself: a value that is its default is commented out."""
+    """The configuration as a TOML file that explains itself: a value that is its default is commented out.
+    Its paths are absolute: it may lie in another folder than what it was made of."""
+    placed = {
+        "vault.path": loaded.vault_path,
+        "prewarm.histogram": loaded.histogram_path,
+        "log.file": loaded.log_path,
+    }
     lines = ["# Start it with `smoe-mp up FILE`. What is commented out is the default."]
     section = ""
     for row in loaded.effective():
@@ -392,7 +398,7 @@ def render(loaded: LoadedConfig) -> str:
         mark = "# " if row["value"] == option.default else ""
         comment = f"{option.meaning} {option.allowed[0].upper()}{option.allowed[1:]}."
         lines += ["", *(f"# {line}" for line in textwrap.wrap(comment, 105))]
-        lines.append(f"{mark}{name} = {_toml(row['value'])}")
+        lines.append(f"{mark}{name} = {_toml(str(placed.get(option.key) or '') or row['value'])}")
     return "\n".join(lines) + "\n"
 
 

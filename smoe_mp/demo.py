@@ -14,7 +14,6 @@ could split its sums differently.
 from __future__ import annotations
 
 import codecs
-import json
 import queue
 import secrets
 import signal
@@ -44,7 +43,7 @@ from smoe_mp.ring import Ring, attach
 from smoe_mp.runtime import human_bytes
 from smoe_mp.stats import KINDS
 
-__all__ = ["System", "Turn", "Writing", "config_text", "run_demo"]
+__all__ = ["System", "Turn", "Writing", "run_demo"]
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -251,23 +250,15 @@ class System:
             )
 
 
-def config_text(loaded: config.LoadedConfig, own: Mapping[str, str]) -> str:
-    """The configuration as TOML with the options of `own` in place of its own; others as they were given."""
-    given = (option for option in loaded.effective() if option["origin"] != "default")
-    values = {option["key"]: option["value"] for option in given} | dict(own)
-    # Dotted keys need no sections, and JSON's strings and numbers are TOML's.
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
-
-
 @contextmanager
 def _system(config_path: Path, console: Console) -> Iterator[str]:
     """A system on the model, by the configuration at `config_path`; its ring's name."""
-    loaded, name = config.load(config_path), f"demo-{secrets.token_hex(4)}"
+    name = f"demo-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="smoe-demo-") as folder:
         own = {"name": name, "vault.path": str(VAULT), "prewarm.histogram": f"{folder}/popularity.bin"}
         own |= {"log.level": "info", "log.format": "text"}  # its lines are read
         path = Path(folder) / "demo.toml"
-        path.write_text(config_text(loaded, own))
+        path.write_text(config.render(config.load(config_path, own)), encoding="utf-8")
         with System([sys.executable, "-m", "smoe_mp", "up", str(path)], console):
             yield name
 
