@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
@@ -76,6 +77,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+NOT_WRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing alone
 LOOK_S = 0.05  # between looks at a socket whose process cannot be watched
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -91,9 +93,32 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, SystemExit) and ended.code != 130:
+            _flush_output()
             raise
         ignore(signal.SIGINT)  # one more would be a traceback of the interpreter's end
         sys.exit(130)
+    except OSError as error:
+        if error.filename is not None or error.errno not in NOT_WRITTEN:
+            raise
+        _output_failed(error)
+
+
+def _flush_output() -> None:
+    """Write what was printed, and end where that fails: the interpreter would only complain of it."""
+    try:
+        if sys.stdout is not None:  # which is so where fd 1 was closed
+            sys.stdout.flush()
+    except OSError as error:
+        _output_failed(error)
+
+
+def _output_failed(error: OSError) -> NoReturn:
+    """End because stdout takes no more: without a word where its reader has seen enough."""
+    with contextlib.suppress(OSError, ValueError):  # what is left in its buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno != errno.EPIPE:
+        print(f"smoe-mp: error: stdout: write: {error.strerror} (errno {error.errno})", file=sys.stderr)
+    sys.exit(1)
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,6 +14,7 @@ could split its sums differently.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import queue
 import secrets
 import signal
@@ -23,7 +24,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -146,7 +146,7 @@ class _Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    @contextmanager
+    @contextlib.contextmanager
     def turn(self, prompt: bytes) -> Iterator[Callable[[Turn], None]]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         line = Text.assemble((printable(decoder.decode(prompt)), "dim"))
@@ -231,7 +231,10 @@ class System:
         with self._process.stdout as lines:
             for raw in lines:
                 line = raw.decode("utf-8", "replace").rstrip()
-                self._console.print(f"[dim]  {escape(line)}[/dim]", highlight=False)
+                with contextlib.suppress(
+                    OSError, SystemExit
+                ):  # nobody sees them: the system is read all the same
+                    self._console.print(f"[dim]  {escape(line)}[/dim]", highlight=False)
                 if line.lstrip().startswith("ready"):
                     self._is_ready.put(True)
         self._is_ready.put(False)
@@ -250,7 +253,7 @@ class System:
             )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _system(config_path: Path, console: Console) -> Iterator[str]:
     """A system on the model, by the configuration at `config_path`; its ring's name."""
     name = f"demo-{secrets.token_hex(4)}"

@@ -238,6 +238,17 @@ def test_a_number_that_is_none_or_out_of_range(
     assert f"Invalid value for '{option}'" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [("--version",), ("inspect", TINY / "tiny.smoe")])
+def test_output_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str | Path, ...]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run(monkeypatch, *arguments) == 1
+    assert error_of(capsys) == "stdout: write: No space left on device (errno 28)"
+
+
 def test_exit_codes_are_documented() -> None:
     def kinds(kind: type[SmoeError]) -> set[type[SmoeError]]:
         return {kind}.union(*map(kinds, kind.__subclasses__()))
