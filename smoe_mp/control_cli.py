@@ -40,7 +40,6 @@ from smoe_mp.control.events import EVENTS, Event, EventStream
 from smoe_mp.control.protocol import DEADLINE_MS_MAX
 from smoe_mp.errors import ConfigError, Refused
 from smoe_mp.finite import finite
-from smoe_mp.paths import exists
 from smoe_mp.top import run_top
 
 PAGE = 20_000  # experts that one answer tells of
@@ -184,7 +183,7 @@ def export(
     *,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    if exists(out) and not force:
+    if os.path.exists(out) and not force:
         raise ConfigError(f"{out}: there already; --force replaces it")
     fingerprint, counts = _whole(name)
     files.save(out, fingerprint, list(counts), np.array(list(counts.values()), np.uint32))

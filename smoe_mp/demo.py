@@ -193,9 +193,12 @@ class System:
         self._ready_timeout_s = ready_timeout_s
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        try:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            raise SmoeError(f"cannot start {self._command[0]}: {error.strerror}") from error
         self._is_ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
         # To the end, not only until it is ready: a full pipe would stop it.
         self._reader = threading.Thread(target=self._show_lines, name="demo-output", daemon=True)

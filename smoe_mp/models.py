@@ -17,7 +17,7 @@ import secrets
 from pathlib import Path
 
 from smoe_mp.errors import VaultError
-from smoe_mp.paths import exists, expanded
+from smoe_mp.paths import expanded
 from smoe_mp.runtime import is_served, socket_path
 from smoe_mp.segments import NAME_MAX
 from smoe_mp.sources import gguf_file, smoe
@@ -38,12 +38,12 @@ def resolve(named: str | Path) -> Path:
     Raises VaultError where it is no path and the local cache has no such repository.
     """
     path = expanded(named)
-    if exists(path):
+    if os.path.exists(path):
         return path
     if not _HUB_ID.fullmatch(str(named)):
         raise VaultError(f"{named}: no such file or folder, and no hub id (ORG/NAME) either")
     repository = hub_cache() / f"models--{str(named).replace('/', '--')}"
-    if not repository.is_dir():
+    if not os.path.isdir(repository):
         raise VaultError(
             f"{named}: no such file or folder, and not in the local cache {repository.parent};"
             f" fetch it first: hf download {named}"
@@ -72,7 +72,7 @@ def _snapshot(hub_id: str, repository: Path) -> Path:
     if not _COMMIT.fullmatch(commit):
         raise VaultError(f"{ref}: {commit!r} is no commit; fetch the model anew: hf download {hub_id}")
     folder = repository / "snapshots" / commit
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise VaultError(f"{folder}: not there, though {ref} names it; hf download {hub_id} fetches it")
     return folder
 
@@ -96,7 +96,9 @@ def is_model(path: Path) -> bool:
 def names_model(text: str) -> bool:
     """Whether what was given in place of a configuration is a model: such a path, or a hub id."""
     path = expanded(text)
-    return is_model(path) or (not exists(path) and path.suffix != ".toml" and bool(_HUB_ID.fullmatch(text)))
+    return is_model(path) or (
+        not os.path.exists(path) and path.suffix != ".toml" and bool(_HUB_ID.fullmatch(text))
+    )
 
 
 def stem(model: Path, most: int = NAME_MAX) -> str:

@@ -1,4 +1,5 @@
-"""Paths as users give them: what of them Python answers with an exception, in words or as no."""
+"""Paths as users give them.  What Path.exists() and is_dir() answer with an exception, a name too long or a
+folder that must not be searched, os.path answers with no, and whoever opens it says why."""
 
 from __future__ import annotations
 
@@ -13,11 +14,3 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{path}: no home folder is known for {Path(path).parts[0]}") from error
-
-
-def exists(path: Path) -> bool:
-    """Whether the path can be seen to be there."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long, not to be searched, or with a NUL: whoever opens it says so
-        return False

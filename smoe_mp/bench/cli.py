@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,7 +62,7 @@ def _can_draw(path: Path | None) -> Path | None:
     """Said before anything is measured."""
     if path is not None:
         plots.figure(1, 1)
-        if not path.absolute().parent.is_dir():
+        if not os.path.isdir(path.absolute().parent):
             raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
     return path
 

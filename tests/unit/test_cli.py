@@ -186,6 +186,7 @@ REFUSED: list[tuple[tuple[str, ...], int, str]] = [
     (("size", "~nosuchuser/m.smoe"), 2, "no home folder is known for ~nosuchuser"),
     (("init", "~nosuchuser/m.smoe"), 2, "no home folder is known for ~nosuchuser"),
     (("up", "c.toml", "--log-file", "~nosuchuser/log"), 2, "no home folder is known for ~nosuchuser"),
+    (("size", "x/" + "y" * 300), 3, "no such file or folder, and not in the local cache"),
     (("size", "elsewhere.toml"), 2, "no home folder is known for ~nosuchuser"),
     (("inspect", str(TINY / "tiny.smoe"), "--expert=1234567890:0"), 2, "--expert 1234567890:0: not LAYER"),
     (("trace", "record", "r", "-o", "elsewhere.toml"), 2, "elsewhere.toml: there already; --force"),

@@ -95,6 +95,14 @@ while True:
 """
 
 
+def test_a_program_that_cannot_be_started_is_named(console: Console) -> None:
+    with (
+        pytest.raises(SmoeError, match="cannot start /nonexistent: No such file"),
+        System(["/nonexistent"], console),
+    ):
+        pass
+
+
 def test_the_system_is_ready_inside_and_stopped_behind(console: Console) -> None:
     with System([sys.executable, "-c", SERVES], console) as system:
         assert system._process.poll() is None
