@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import re
 import signal
 import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
@@ -44,7 +46,9 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.server import ControlServer
 from smoe_mp.demo import PROMPT, Writing, run_demo
 from smoe_mp.errors import ConfigError, NoAnswer, SmoeError
+from smoe_mp.finite import finite
 from smoe_mp.fit import fit, slots_in
+from smoe_mp.paths import expanded
 from smoe_mp.process import ExitWatch, ignore
 from smoe_mp.run import Sampling, speak
 from smoe_mp.runtime import (
@@ -73,6 +77,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+NOT_WRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing alone
 LOOK_S = 0.05  # between looks at a socket whose process cannot be watched
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -89,9 +94,32 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, SystemExit) and ended.code != 130:
+            _flush_output()
             raise
         ignore(signal.SIGINT)  # one more would be a traceback of the interpreter's end
         sys.exit(130)
+    except OSError as error:
+        if error.filename is not None or error.errno not in NOT_WRITTEN:
+            raise
+        _output_failed(error)
+
+
+def _flush_output() -> None:
+    """Write what was printed, and end where that fails: the interpreter would only complain of it."""
+    try:
+        if sys.stdout is not None:  # which is so where fd 1 was closed
+            sys.stdout.flush()
+    except OSError as error:
+        _output_failed(error)
+
+
+def _output_failed(error: OSError) -> NoReturn:
+    """End because stdout takes no more: without a word where its reader has seen enough."""
+    with contextlib.suppress(OSError, ValueError):  # what is left in its buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno != errno.EPIPE:
+        print(f"smoe-mp: error: stdout: write: {error.strerror} (errno {error.errno})", file=sys.stderr)
+    sys.exit(1)
 
 
 def _print_version(wanted: bool) -> None:
@@ -164,7 +192,7 @@ def up(
         "speculation.ranks": spec,
         "log.level": log_level,
         "log.format": log_format,
-        "log.file": str(Path(log_file).expanduser().absolute()) if log_file else log_file,  # of this folder
+        "log.file": str(expanded(log_file).absolute()) if log_file else log_file,  # of this folder
     }
     if detach:
         _start_detached(target, overrides)
@@ -198,7 +226,12 @@ def status(
     every_s: Annotated[
         float | None,
         typer.Option(
-            "--watch", metavar="[S]", min=0.1, help="Look again every S seconds, 2 by default, until Ctrl-C."
+            "--watch",
+            metavar="[S]",
+            min=0.1,
+            max=86_400,
+            callback=finite,
+            help="Look again every S seconds, 2 by default, until Ctrl-C.",
         ),
     ] = None,
 ) -> None:
@@ -221,7 +254,15 @@ def down(
         bool, typer.Option("--keep-ring", help="Leave the ring with its contents to the next smoe-mp up.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0.1, help="How many seconds to wait for its end.")
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="S",
+            min=0.1,
+            max=86_400,
+            callback=finite,
+            help="How many seconds to wait for its end.",
+        ),
     ] = 60.0,
 ) -> None:
     deadline = time.monotonic() + timeout
@@ -448,10 +489,10 @@ def inspect(
 
 
 def _layer_and_expert(text: str) -> tuple[int, int]:
-    layer, _, expert = text.partition(":")
-    if not (layer.isascii() and layer.isdigit() and expert.isascii() and expert.isdigit()):
-        raise ConfigError(f"--expert {text}: not LAYER:EXPERT, two whole numbers")
-    return int(layer[:9]), int(expert[:9])
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if not found:
+        raise ConfigError(f"--expert {text}: not LAYER:EXPERT, two whole numbers of at most 9 digits")
+    return int(found[1]), int(found[2])
 
 
 @app.command(
@@ -478,11 +519,21 @@ def run(
     ] = 512,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", metavar="X", help="Of the sampling; 0: greedy. Default: the model's."),
+        typer.Option(
+            "--temperature",
+            metavar="X",
+            callback=finite,
+            help="Of the sampling; 0: greedy. Default: the model's.",
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", metavar="X", help="Sample of the likeliest tokens with this probability."),
+        typer.Option(
+            "--top-p",
+            metavar="X",
+            callback=finite,
+            help="Sample of the likeliest tokens with this probability.",
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, max=2**64 - 1, help="Of the sampling.")
@@ -508,7 +559,9 @@ def run(
     ] = "cpu",
     gpu_cache_gb: Annotated[
         float | None,
-        typer.Option("--gpu-cache-gb", metavar="GB", help="With cuda: of experts kept in GPU memory."),
+        typer.Option(
+            "--gpu-cache-gb", metavar="GB", callback=finite, help="With cuda: of experts kept in GPU memory."
+        ),
     ] = None,
     look_ahead: Annotated[
         int,
@@ -576,7 +629,9 @@ def demo(
     ] = 240,
     temperature: Annotated[
         float,
-        typer.Option("--temperature", metavar="T", min=0, max=10, help="0: always the likeliest byte."),
+        typer.Option(
+            "--temperature", metavar="T", min=0, max=10, callback=finite, help="0: always the likeliest byte."
+        ),
     ] = 0.5,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the draws.")] = 1,
     config: Annotated[

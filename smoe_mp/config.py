@@ -27,6 +27,7 @@ from msgspec import Meta, Struct, field
 
 from smoe_mp.errors import ConfigError
 from smoe_mp.listener import PATTERN
+from smoe_mp.paths import expanded
 
 MIB = 1 << 20
 
@@ -326,7 +327,7 @@ class LoadedConfig:
         return self._beside(given) if given else None
 
     def _beside(self, path: str) -> Path:
-        return (self.path.parent / Path(path).expanduser()).absolute()
+        return (self.path.parent / expanded(path)).absolute()
 
     @property
     def slot_bytes(self) -> int | None:
@@ -347,7 +348,7 @@ def load(path: str | Path, overrides: Overrides | None = None) -> LoadedConfig:
 
     Raises ConfigError, with the file, the key, the value and what is allowed.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     return parse(_read(path), path, overrides)
 
 
@@ -390,7 +391,13 @@ def _is_utf8(text: str) -> bool:
 
 
 def render(loaded: LoadedConfig) -> str:
-    """The configuration as a TOML file that explains itself: a value that is its default is commented out."""
+    """The configuration as a TOML file that explains itself: a value that is its default is commented out.
+    Its paths are absolute: it may lie in another folder than what it was made of."""
+    placed = {
+        "vault.path": loaded.vault_path,
+        "prewarm.histogram": loaded.histogram_path,
+        "log.file": loaded.log_path,
+    }
     lines = ["# Start it with `smoe-mp up FILE`. What is commented out is the default."]
     section = ""
     for row in loaded.effective():
@@ -402,7 +409,7 @@ def render(loaded: LoadedConfig) -> str:
         mark = "# " if row["value"] == option.default else ""
         comment = f"{option.meaning} {option.allowed[0].upper()}{option.allowed[1:]}."
         lines += ["", *(f"# {line}" for line in textwrap.wrap(comment, 105))]
-        lines.append(f"{mark}{name} = {_toml(row['value'])}")
+        lines.append(f"{mark}{name} = {_toml(str(placed.get(option.key) or '') or row['value'])}")
     return "\n".join(lines) + "\n"
 
 

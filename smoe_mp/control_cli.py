@@ -39,6 +39,7 @@ from smoe_mp.control.commands import (
 from smoe_mp.control.events import EVENTS, Event, EventStream
 from smoe_mp.control.protocol import DEADLINE_MS_MAX
 from smoe_mp.errors import ConfigError, Refused
+from smoe_mp.finite import finite
 from smoe_mp.top import run_top
 
 PAGE = 20_000  # experts that one answer tells of
@@ -48,7 +49,10 @@ Experts = Annotated[
     list[str], typer.Argument(metavar="LAYER:EXPERT[-EXPERT]", help="Experts, as 5:3 or 5:0-7; several.")
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="S", min=0.001, max=DEADLINE_MS_MAX / 1000, help="Seconds.")
+    float,
+    typer.Option(
+        "--timeout", metavar="S", min=0.001, max=DEADLINE_MS_MAX / 1000, callback=finite, help="Seconds."
+    ),
 ]
 
 
@@ -104,7 +108,10 @@ def speculate(name: Name, experts: Experts, *, as_json: AsJson = False) -> None:
 def busy(
     name: Name,
     lease: Annotated[
-        float, typer.Option("--lease", metavar="S", min=0.001, max=3600, help="For how many seconds at most.")
+        float,
+        typer.Option(
+            "--lease", metavar="S", min=0.001, max=3600, callback=finite, help="For how many seconds at most."
+        ),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -176,7 +183,7 @@ def export(
     *,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    if out.exists() and not force:
+    if os.path.exists(out) and not force:
         raise ConfigError(f"{out}: there already; --force replaces it")
     fingerprint, counts = _whole(name)
     files.save(out, fingerprint, list(counts), np.array(list(counts.values()), np.uint32))
@@ -331,7 +338,10 @@ def top(
     name: Name,
     *,
     every: Annotated[
-        float, typer.Option("--every", metavar="S", min=0.1, max=60, help="Seconds between two looks.")
+        float,
+        typer.Option(
+            "--every", metavar="S", min=0.1, max=60, callback=finite, help="Seconds between two looks."
+        ),
     ] = 1.0,
     frames: Annotated[
         int, typer.Option("--frames", metavar="N", min=0, help="Print N frames one below the other, and end.")

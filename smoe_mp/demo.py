@@ -14,7 +14,7 @@ could split its sums differently.
 from __future__ import annotations
 
 import codecs
-import json
+import contextlib
 import queue
 import secrets
 import signal
@@ -24,7 +24,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +43,7 @@ from smoe_mp.ring import Ring, attach
 from smoe_mp.runtime import human_bytes
 from smoe_mp.stats import KINDS
 
-__all__ = ["System", "Turn", "Writing", "config_text", "run_demo"]
+__all__ = ["System", "Turn", "Writing", "run_demo"]
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -147,7 +146,7 @@ class _Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    @contextmanager
+    @contextlib.contextmanager
     def turn(self, prompt: bytes) -> Iterator[Callable[[Turn], None]]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         line = Text.assemble((printable(decoder.decode(prompt)), "dim"))
@@ -194,9 +193,12 @@ class System:
         self._ready_timeout_s = ready_timeout_s
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        try:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            raise SmoeError(f"cannot start {self._command[0]}: {error.strerror}") from error
         self._is_ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
         # To the end, not only until it is ready: a full pipe would stop it.
         self._reader = threading.Thread(target=self._show_lines, name="demo-output", daemon=True)
@@ -232,7 +234,10 @@ class System:
         with self._process.stdout as lines:
             for raw in lines:
                 line = raw.decode("utf-8", "replace").rstrip()
-                self._console.print(f"[dim]  {escape(line)}[/dim]", highlight=False)
+                with contextlib.suppress(
+                    OSError, SystemExit
+                ):  # nobody sees them: the system is read all the same
+                    self._console.print(f"[dim]  {escape(line)}[/dim]", highlight=False)
                 if line.lstrip().startswith("ready"):
                     self._is_ready.put(True)
         self._is_ready.put(False)
@@ -251,23 +256,15 @@ class System:
             )
 
 
-def config_text(loaded: config.LoadedConfig, own: Mapping[str, str]) -> str:
-    """The configuration as TOML with the options of `own` in place of its own; others as they were given."""
-    given = (option for option in loaded.effective() if option["origin"] != "default")
-    values = {option["key"]: option["value"] for option in given} | dict(own)
-    # Dotted keys need no sections, and JSON's strings and numbers are TOML's.
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
-
-
-@contextmanager
+@contextlib.contextmanager
 def _system(config_path: Path, console: Console) -> Iterator[str]:
     """A system on the model, by the configuration at `config_path`; its ring's name."""
-    loaded, name = config.load(config_path), f"demo-{secrets.token_hex(4)}"
+    name = f"demo-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="smoe-demo-") as folder:
         own = {"name": name, "vault.path": str(VAULT), "prewarm.histogram": f"{folder}/popularity.bin"}
         own |= {"log.level": "info", "log.format": "text"}  # its lines are read
         path = Path(folder) / "demo.toml"
-        path.write_text(config_text(loaded, own))
+        path.write_text(config.render(config.load(config_path, own)), encoding="utf-8")
         with System([sys.executable, "-m", "smoe_mp", "up", str(path)], console):
             yield name
 

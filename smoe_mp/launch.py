@@ -37,6 +37,7 @@ from smoe_mp.errors import (
     SmoeError,
     VaultError,
 )
+from smoe_mp.paths import expanded
 from smoe_mp.runtime import events_path, socket_path
 
 STALL_S = 120.0  # a start may take long, but not so long without a line or processor time
@@ -112,7 +113,7 @@ def private_system(
         chosen["speculation.ranks"] = ranks
     for key in ("prewarm.histogram", "log.file"):
         if given := chosen.get(key):
-            chosen[key] = str(Path(str(given)).expanduser().absolute())  # of a pipe's folder
+            chosen[key] = str(expanded(str(given)).absolute())  # of a pipe's folder
     return PrivateSystem(config.for_model(path, name or models.private_name(path), settings=chosen))
 
 

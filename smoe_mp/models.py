@@ -17,6 +17,7 @@ import secrets
 from pathlib import Path
 
 from smoe_mp.errors import VaultError
+from smoe_mp.paths import expanded
 from smoe_mp.runtime import is_served, socket_path
 from smoe_mp.segments import NAME_MAX
 from smoe_mp.sources import gguf_file, smoe
@@ -36,13 +37,13 @@ def resolve(named: str | Path) -> Path:
 
     Raises VaultError where it is no path and the local cache has no such repository.
     """
-    path = Path(named).expanduser()
-    if _exists(path):
+    path = expanded(named)
+    if os.path.exists(path):
         return path
     if not _HUB_ID.fullmatch(str(named)):
         raise VaultError(f"{named}: no such file or folder, and no hub id (ORG/NAME) either")
     repository = hub_cache() / f"models--{str(named).replace('/', '--')}"
-    if not repository.is_dir():
+    if not os.path.isdir(repository):
         raise VaultError(
             f"{named}: no such file or folder, and not in the local cache {repository.parent};"
             f" fetch it first: hf download {named}"
@@ -53,10 +54,10 @@ def resolve(named: str | Path) -> Path:
 def hub_cache() -> Path:
     """The folder in which huggingface_hub keeps repositories, by its environment variables."""
     if own := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(own).expanduser()
+        return expanded(own)
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     home = Path(os.environ.get("HF_HOME") or caches / "huggingface")
-    return home.expanduser() / "hub"
+    return expanded(home) / "hub"
 
 
 def _snapshot(hub_id: str, repository: Path) -> Path:
@@ -71,7 +72,7 @@ def _snapshot(hub_id: str, repository: Path) -> Path:
     if not _COMMIT.fullmatch(commit):
         raise VaultError(f"{ref}: {commit!r} is no commit; fetch the model anew: hf download {hub_id}")
     folder = repository / "snapshots" / commit
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise VaultError(f"{folder}: not there, though {ref} names it; hf download {hub_id} fetches it")
     return folder
 
@@ -94,8 +95,10 @@ def is_model(path: Path) -> bool:
 
 def names_model(text: str) -> bool:
     """Whether what was given in place of a configuration is a model: such a path, or a hub id."""
-    path = Path(text).expanduser()
-    return is_model(path) or (not _exists(path) and path.suffix != ".toml" and bool(_HUB_ID.fullmatch(text)))
+    path = expanded(text)
+    return is_model(path) or (
+        not os.path.exists(path) and path.suffix != ".toml" and bool(_HUB_ID.fullmatch(text))
+    )
 
 
 def stem(model: Path, most: int = NAME_MAX) -> str:
@@ -131,10 +134,3 @@ def private_name(model: Path) -> str:
     """A ring name that nobody else has."""
     end = f"-{secrets.token_hex(4)}"
     return stem(model, NAME_MAX - len(end)) + end
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long, or with a NUL: whoever opens it says so
-        return False

@@ -860,14 +860,15 @@ class Found:
 
 
 def find_rings(folder: Path = Path("/dev/shm")) -> list[Found]:
-    """The rings of this machine, by their segments.  Foreign files of like names are left out."""
+    """The rings of this machine, by their segments.  Foreign files of like names are left out, and so are
+    names that no ring can have."""
     found = []
     for path in sorted(folder.glob("smoe.*")):
         name = path.name.removeprefix("smoe.")
         if name.endswith(".d") and path.with_name(path.name[:-2]).exists():
             continue
-        with contextlib.suppress(FileNotFoundError):
-            entry = _look_at(name.removesuffix(".d"), path)
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            entry = _look_at(check_name(name.removesuffix(".d")), path)
             if entry is not None:
                 found.append(entry)
     return found

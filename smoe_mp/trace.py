@@ -15,15 +15,18 @@ its files, and the routing traces of two other projects: CSV (one row for each r
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
 import json
+import os
 import signal
+import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +37,10 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe_mp._native import check, check_plain, ffi, lib, new_error
-from smoe_mp.errors import RingError, VaultError
+from smoe_mp.errors import ConfigError, RingError, VaultError
+from smoe_mp.partial import PartialFile
 from smoe_mp.segments import STATES
+from smoe_mp.sources.checks import MAX_GRID_CELLS
 
 __all__ = ["KINDS", "Recorder", "Trace", "TraceBuilder", "read_trace", "write_trace"]
 
@@ -299,6 +304,14 @@ def _planes(values: Column) -> bytes:
 
 def write_trace(trace: Trace, path: Path) -> None:
     """Write `trace` to a new or old file; VaultError where it cannot be written."""
+    try:
+        path.write_bytes(_packed(trace))
+    except OSError as error:
+        raise VaultError(f"{path}: the trace cannot be written: {error.strerror}") from error
+
+
+def _packed(trace: Trace) -> bytes:
+    """The file's bytes."""
     columns = {
         "time_us": np.diff(trace.time_us.astype(np.int64), prepend=0).astype(np.int64),
         "count": np.diff(trace.first),
@@ -320,10 +333,7 @@ def write_trace(trace: Trace, path: Path) -> None:
             [len(p) for p in packed],
         )
     )
-    try:
-        path.write_bytes(b"".join([MAGIC, len(header).to_bytes(4, "little"), header, *packed]))
-    except OSError as error:
-        raise VaultError(f"{path}: the trace cannot be written: {error.strerror}") from error
+    return b"".join([MAGIC, len(header).to_bytes(4, "little"), header, *packed])
 
 
 def _read_own(path: Path, raw: bytes) -> Trace:
@@ -336,9 +346,8 @@ def _read_own(path: Path, raw: bytes) -> Trace:
     counts = columns.pop("count").astype(np.int64)
     if int(counts.sum()) != header.entries:
         raise VaultError(f"{path}: the records have {int(counts.sum())} entries, the trace {header.entries}")
-    limits = {"kind": len(KINDS), "layer": header.layers, "expert": header.experts, "outcome": DROPPED + 1}
-    for name, limit in limits.items():
-        if (most := int(columns[name].max(initial=0))) >= max(limit, 1):
+    for name, limit in (("kind", len(KINDS)), ("outcome", DROPPED + 1)):
+        if (most := int(columns[name].max(initial=0))) >= limit:
             raise VaultError(f"{path}: {name} {most} is out of range, there are {limit}")
     return Trace(
         **{**columns, "time_us": np.cumsum(columns["time_us"].view(np.int64)).astype(np.uint64)},
@@ -400,8 +409,12 @@ def read_trace(path: Path) -> Trace:
         raw = path.read_bytes()
     except OSError as error:
         raise VaultError(f"{path}: the trace cannot be read: {error.strerror}") from error
-    if raw.startswith(MAGIC):
-        return _read_own(path, raw)
+    trace = _read_own(path, raw) if raw.startswith(MAGIC) else _read_other(path, raw)
+    _check_grid(path, trace)
+    return trace
+
+
+def _read_other(path: Path, raw: bytes) -> Trace:
     try:
         text = _unzip(path, raw).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
@@ -409,6 +422,18 @@ def read_trace(path: Path) -> Trace:
     if text.startswith("{"):
         return _read_lines(path, text.splitlines())
     return _read_csv(path, text)
+
+
+def _check_grid(path: Path, trace: Trace) -> None:
+    """Who looks at a trace makes tables of its layers x experts, and takes every row to be in them."""
+    layers, experts = trace.layers, trace.experts
+    if max(layers, 1) * max(experts, 1) > MAX_GRID_CELLS:
+        raise VaultError(
+            f"{path}: {layers} layers of {experts} experts: at most {MAX_GRID_CELLS} in all can be served"
+        )
+    for name, ids, limit in (("layer", trace.layer, layers), ("expert", trace.expert, experts)):
+        if len(ids) and (most := int(ids.max())) >= limit:
+            raise VaultError(f"{path}: {name} {most} is out of range, there are {limit}")
 
 
 _TEXT_MOST = 1 << 30
@@ -444,7 +469,7 @@ def _read_csv(path: Path, text: str) -> Trace:
             builder.add(DEMAND, 0, now[3], len(builder.rows), experts=group)
             group.clear()
 
-    for number, row in enumerate(csv.reader(lines[begin + 1 :]), begin + 2):
+    for number, row in _csv_rows(path, lines, begin + 1):
         try:
             *key, slot, expert = (int(row[c]) for c in columns)
         except (ValueError, IndexError) as error:
@@ -464,6 +489,14 @@ def _read_csv(path: Path, text: str) -> Trace:
     return builder.build(experts=facts.get("n_expert", 0), top_k=facts.get("n_expert_used", 0))
 
 
+def _csv_rows(path: Path, lines: Sequence[str], begin: int) -> Iterator[tuple[int, list[str]]]:
+    """The rows from the line with the index `begin` on, with their lines' numbers."""
+    try:
+        yield from enumerate(csv.reader(lines[begin:]), begin + 1)
+    except csv.Error as error:
+        raise VaultError(f"{path}: no trace: {error}") from error
+
+
 def _new_turn(builder: TraceBuilder, ends_another: bool) -> None:
     if ends_another:
         builder.add(IDLE, 0, 0, len(builder.rows))
@@ -474,7 +507,8 @@ def _csv_facts(lines: Iterable[str]) -> dict[str, int]:
     """The numbers of the comment line that describes the model."""
     line = next((line for line in lines if line.startswith("# model=")), "")
     pairs = (word.split("=", 1) for word in line.split() if "=" in word)
-    return {key: int(value) for key, value in pairs if value.isascii() and value.isdigit()}
+    # Nobody has as many as ten digits name, and int() refuses thousands of them.
+    return {key: int(value[:10]) for key, value in pairs if value.isascii() and value.isdigit()}
 
 
 def _read_lines(path: Path, lines: Sequence[str]) -> Trace:
@@ -498,22 +532,44 @@ class _Token(msgspec.Struct):
     layers: list[list[int]]
 
 
-def record(name: str, path: Path, seconds: float, say: Callable[[str], None]) -> Trace:
-    """Record the ring `name` for `seconds` (0: until Ctrl-C), or until it ends, and write `path`.
+def record(
+    name: str, path: Path, seconds: float, say: Callable[[str], None], *, force: bool = False
+) -> Trace:
+    """Record the ring `name` for `seconds` (0: until Ctrl-C or SIGTERM), or until it ends, and write `path`.
 
-    For the main thread, which alone can take signals: Ctrl-C ends it between two polls, so that it costs none
-    of what one has taken out of the log.
+    ConfigError where there is a file already, unless by `force`; VaultError where none can be written, both
+    before anything is recorded.  For the main thread, which alone can take signals: they end it between two
+    polls, so that they cost none of what one has taken out of the log, and not the file in the making either.
     """
+    target = Path(os.path.realpath(path))
+    _check_place(target, force)
     end = time.monotonic() + seconds if seconds else float("inf")
     stopped = threading.Event()
-    with Recorder(name) as recorder:
-        before = signal.signal(signal.SIGINT, lambda number, frame: stopped.set())
-        try:
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, lambda number, frame: stopped.set())
+            stack.callback(signal.signal, number, before)
+        with Recorder(name) as recorder:
+            out = PartialFile(target, 0, "trace")
+            stack.callback(out.abort)  # of one that is published: nothing
             say(f"recording {name}: Ctrl-C ends it")
             while recorder.alive and not stopped.is_set() and time.monotonic() < end:
                 recorder.poll()
                 time.sleep(0.01)
-        finally:
-            signal.signal(signal.SIGINT, before)
-    write_trace(recorder.trace, path)
+        out.write(_packed(recorder.trace), 0)
+        out.publish()
     return recorder.trace
+
+
+def _check_place(path: Path, force: bool) -> None:
+    """Nothing is there, or a file that may be replaced."""
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise VaultError(f"{path}: the trace cannot be written: {error.strerror}") from error
+    if not stat.S_ISREG(there.st_mode):
+        raise ConfigError(f"{path}: in the way, and no ordinary file: name another")
+    if not force:
+        raise ConfigError(f"{path}: there already; --force replaces it")

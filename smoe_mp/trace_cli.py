@@ -11,6 +11,7 @@ from rich.console import Console
 
 from smoe_mp import trace_view
 from smoe_mp.completion import Name
+from smoe_mp.finite import finite
 from smoe_mp.segments import check_name
 from smoe_mp.trace import read_trace
 from smoe_mp.trace import record as record_trace
@@ -21,20 +22,25 @@ app = typer.Typer(
 
 
 @app.command(
-    help="Record what the clients of a running system ask for, until Ctrl-C.\n\n"
+    help="Record what the clients of a running system ask for, until Ctrl-C or SIGTERM.\n\n"
     "Example: smoe-mp trace record my-model -o evening.trace"
 )
 def record(
     name: Name,
+    *,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="The file; NAME.trace if left out.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", min=0, help="End after so long; 0: at Ctrl-C.")
+        float,
+        typer.Option(
+            "--seconds", metavar="S", min=0, callback=finite, help="End after so long; 0: at Ctrl-C."
+        ),
     ] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     path = out or Path(f"{check_name(name)}.trace")
-    trace = record_trace(check_name(name), path, seconds, lambda line: print(line, flush=True))
+    trace = record_trace(check_name(name), path, seconds, lambda line: print(line, flush=True), force=force)
     lost = f"; {trace.lost} cells of the log were lost: not whole" if trace.lost else ""
     print(f"{path}: {len(trace)} records, {len(trace.expert)} experts, {path.stat().st_size} bytes{lost}")
 

@@ -6,6 +6,7 @@ tokens at once (a prompt), and takes no part in what is said of adjacent ones.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,9 +87,10 @@ def popularity(trace: Trace) -> npt.NDArray[np.int64]:
     return counts.reshape(trace.layers, trace.experts)
 
 
-def _adjacent(trace: Trace) -> tuple[list[list[float]], list[float]]:
-    """By layer the shares that two adjacent tokens had in common; and the shares that ranks foretold."""
-    shares: list[list[float]] = [[] for _ in range(trace.layers)]
+def _adjacent(trace: Trace) -> tuple[dict[int, list[float]], list[float]]:
+    """By layer, where there are any, the shares that two adjacent tokens had in common; and the shares that
+    ranks foretold."""
+    shares: defaultdict[int, list[float]] = defaultdict(list)
     foretold: list[float] = []
     last: dict[tuple[int, int], set[int]] = {}
     ranks: dict[tuple[int, int], set[int]] = {}
@@ -118,7 +120,11 @@ def _adjacent(trace: Trace) -> tuple[list[list[float]], list[float]]:
 
 def overlap(trace: Trace) -> list[float | None]:
     """For each layer the mean share of a token's experts that the token before had demanded too."""
-    return [_mean(shares) for shares in _adjacent(trace)[0]]
+    return _by_layer(trace, _adjacent(trace)[0])
+
+
+def _by_layer(trace: Trace, shares: dict[int, list[float]]) -> list[float | None]:
+    return [_mean(shares.get(layer, ())) for layer in range(trace.layers)]
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -172,8 +178,8 @@ def summary(trace: Trace, slots: Sequence[int] = SLOTS) -> Summary:
         experts=trace.experts,
         top_k=trace.top_k,
         lost=trace.lost,
-        overlap_by_layer=[_mean(layer) for layer in shares],
-        overlap=_mean([x for layer in shares for x in layer]),
+        overlap_by_layer=_by_layer(trace, shares),
+        overlap=_mean([x for layer in shares.values() for x in layer]),
         ranks_of_next=_mean(foretold),
         first_demands=float(np.mean(distances < 0)) if len(distances) else None,
         reuse_median=float(np.quantile(again, 0.5)) if len(again) else None,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,15 @@ def extra(name: str) -> list[str]:
     """What pyproject.toml says that the extra NAME needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return list(project["optional-dependencies"][name])
+
+
+def clear(out: Path) -> None:
+    """Remove what an earlier run made in `out`; SystemExit where anything else is in it."""
+    made = list(out.iterdir()) if out.exists() else []
+    if others := sorted(p.name for p in made if not re.fullmatch(r"dist|plain|tools|try-[0-9].*", p.name)):
+        raise SystemExit(f"--out {out}: {others[0]} in it was not made here: name a new or an empty folder")
+    for path in made:
+        shutil.rmtree(path)
 
 
 def build(out: Path) -> None:
@@ -116,7 +126,7 @@ def main() -> int:
     asked = parser.parse_args()
     out: Path = asked.out.resolve()
     if not asked.made:
-        shutil.rmtree(out, ignore_errors=True)
+        clear(out)
         (out / "dist").mkdir(parents=True)
         build(out)
     failed = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from smoe_mp.bench import speculate as speculation
 from smoe_mp.bench import transformers as answers
 from smoe_mp.bench.randommoe import Shape
 from smoe_mp.errors import ConfigError
+from smoe_mp.finite import finite
 
 app = typer.Typer(
     name="bench",
@@ -61,7 +63,7 @@ def _can_draw(path: Path | None) -> Path | None:
     """Said before anything is measured."""
     if path is not None:
         plots.figure(1, 1)
-        if not path.absolute().parent.is_dir():
+        if not os.path.isdir(path.absolute().parent):
             raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
     return path
 
@@ -269,7 +271,9 @@ def bench_transformers(
     layers: Annotated[
         int, typer.Option("--layers", min=0, help="Layers; 0: 12, which are 2.6 GB, with --quick 4.")
     ] = 0,
-    skew: Annotated[float, typer.Option("--skew", min=0, help="Of the experts' popularity.")] = 0.9,
+    skew: Annotated[
+        float, typer.Option("--skew", min=0, max=100, callback=finite, help="Of the experts' popularity.")
+    ] = 0.9,
     limits: Annotated[
         str, typer.Option("--limits", metavar="N,N", help="Of the cgroups, in percent of the model.")
     ] = "",

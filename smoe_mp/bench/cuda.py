@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from smoe_mp.bench import Figure, Progress, Report
+from smoe_mp.bench.io import scratch_folder
 from smoe_mp.bench.randommoe import Shape, build
 from smoe_mp.bench.rings import MEMORY_FOLDER, bench_ring, flat_source, memory_file
 from smoe_mp.bench.transformers import drop_caches
@@ -59,7 +60,8 @@ def run(
         raise SmoeError("bench cuda: there is no CUDA device here, or torch was built without CUDA: skipped")
     shape = shape or (Shape() if quick else Shape(layers=24, experts=64, hidden=2048, width=512))
     rounds = rounds or (2 if quick else 3)
-    folder = _model(torch, scratch, shape)
+    with scratch_folder(scratch):
+        folder = _model(torch, scratch, shape)
     report = Report("cuda", WHAT, {**asdict(shape), "rounds": rounds, "gpu": torch.cuda.get_device_name()})
     report.settings["experts"] = human_bytes(shape.experts_bytes)
     copies = _Copies(torch, folder, shape)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from smoe_mp import segments
 from smoe_mp.bench import Figure, Progress, Report, Share
-from smoe_mp.bench.io import BATCH, SPARE_BYTES, Device, batches, fill_random, slots_for
+from smoe_mp.bench.io import BATCH, SPARE_BYTES, Device, batches, fill_random, scratch_folder, slots_for
 from smoe_mp.bench.open import BF16, gguf_model, safetensors_model
 from smoe_mp.bench.rings import bench_ring, native_one
 from smoe_mp.errors import SegmentError, SmoeError
@@ -50,8 +50,9 @@ def run(progress: Progress, scratch: Path, *, quick: bool = False, workers: Sequ
     experts = 3 * max(slots_for(n) for n in counts) + 16
     report = Report("formats", WHAT, {"rounds": rounds, "workers": list(counts), "experts": experts})
     for number, name in enumerate(MODELS):
-        model = _model(scratch, name, experts, progress)
-        vault = _vault(model, progress)
+        with scratch_folder(scratch):
+            model = _model(scratch, name, experts, progress)
+            vault = _vault(model, progress)
         for n in counts:
             settings = len(MODELS) * len(counts)
             at = number * len(counts) + counts.index(n)

@@ -306,10 +306,30 @@ def notes_on(device: Device) -> list[str]:
 # --- the scratch file ------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def scratch_folder(folder: Path) -> Iterator[None]:
+    """For the making of what a benchmark reads: the folder is there.  ConfigError, with the path, where the
+    file system refuses it or anything in the block."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if isinstance(error, SmoeError):
+            raise
+        raise ConfigError(
+            f"{error.filename or folder}: cannot be used for what is to be read: {error.strerror} (errno"
+            f" {error.errno}): give --scratch another folder"
+        ) from error
+
+
 def scratch_file(folder: Path, size: int, progress: Progress, *, floats: bool = False) -> Path:
     """A file of at least `size` allocated random bytes in `folder`; one that is there already is taken.
     `floats`: they are ordinary float32 numbers as well, for who computes with them: no NaN, none denormal."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(folder):
+        return _scratch_file(folder, size, progress, floats)
+
+
+def _scratch_file(folder: Path, size: int, progress: Progress, floats: bool) -> Path:
     size = -(-size // CHUNK) * CHUNK
     path = folder / ("bench-floats.bin" if floats else "bench-io.bin")
     if path.exists() and _is_whole(path, size):
@@ -392,15 +412,14 @@ def fill_random(path: Path, start: int, end: int, progress: Progress) -> None:
 
 def _write_random(fd: int, start: int, end: int, progress: Progress, *, floats: bool = False) -> None:
     random = np.random.default_rng()  # never the same bytes twice: nothing below can share blocks
-    with mmap.mmap(-1, CHUNK) as chunk:  # page-aligned, as direct writes want it
-        for done in range(start, end, CHUNK):
-            progress("scratch file, MiB", done // MIB, end // MIB)
-            chunk[:] = _ordinary(random.bytes(CHUNK)) if floats else random.bytes(CHUNK)
-            left = memoryview(chunk)
-            while left:
-                n = os.write(fd, left)
-                left = left[n:]
-            left.release()
+    chunk = mmap.mmap(-1, CHUNK)  # page-aligned, as direct writes want it; closed with its last view
+    for done in range(start, end, CHUNK):
+        progress("scratch file, MiB", done // MIB, end // MIB)
+        chunk[:] = _ordinary(random.bytes(CHUNK)) if floats else random.bytes(CHUNK)
+        left = memoryview(chunk)
+        while left:
+            n = os.write(fd, left)
+            left = left[n:]
     progress("scratch file, MiB", end // MIB, end // MIB)
 
 

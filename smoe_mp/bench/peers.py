@@ -36,7 +36,17 @@ import numpy as np
 
 from smoe_mp.bench import Figure, Progress, Report, Share
 from smoe_mp.bench.cgroup import memory_group
-from smoe_mp.bench.io import BATCH, MIB, SPARE_BYTES, Device, direct_probe, drop_cache, fill_random, notes_on
+from smoe_mp.bench.io import (
+    BATCH,
+    MIB,
+    SPARE_BYTES,
+    Device,
+    direct_probe,
+    drop_cache,
+    fill_random,
+    notes_on,
+    scratch_folder,
+)
 from smoe_mp.bench.peer import SIDES, TENSOR, Spec
 from smoe_mp.errors import SegmentError, SmoeError
 from smoe_mp.launch import clear
@@ -82,7 +92,8 @@ def run(
         report.notes.append(f"Skipped: {error}. It needs root.")
         report.extra["skipped"] = str(error)
         return report
-    path = experts_file(scratch, size, count, progress)
+    with scratch_folder(scratch):
+        path = experts_file(scratch, size, count, progress)
     device = Device(path)
     align = max(4096, direct_probe(path).offset_align)
     sides = [name for name in SIDES if not name.startswith("safetensors") or _has_safetensors(report)]
@@ -195,7 +206,6 @@ def experts_file(scratch: Path, size: int, count: int, progress: Progress) -> Pa
     path = scratch / f"peers-{count}x{size}.safetensors"
     if path.exists():
         return path
-    scratch.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(scratch).free
     if free < count * size + SPARE_BYTES:
         raise SegmentError(

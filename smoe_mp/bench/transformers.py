@@ -40,7 +40,7 @@ from smoe_mp import segments, tables
 from smoe_mp.bench import Figure, Progress, Report, Share, machine
 from smoe_mp.bench import side as side_program
 from smoe_mp.bench.cgroup import MemoryGroup, memory_group
-from smoe_mp.bench.io import SPARE_BYTES, Device, notes_on
+from smoe_mp.bench.io import SPARE_BYTES, Device, notes_on, scratch_folder
 from smoe_mp.bench.randommoe import SEEN_TOKENS, Shape
 from smoe_mp.errors import ConfigError, SegmentError, SmoeError
 from smoe_mp.launch import clear
@@ -152,7 +152,8 @@ def run(progress: Progress, scratch: Path, settings: Settings) -> Report:
     """Measure, with models in the folder `scratch` that are made once and kept."""
     check_extra()
     llama, why_not = _llama(settings.llama)
-    folder = _model(scratch, settings.shape, progress)
+    with scratch_folder(scratch):
+        folder = _model(scratch, settings.shape, progress)
     bench = _Bench(folder, settings, llama)
     if why_not:
         bench.notes.append(why_not)

@@ -226,27 +226,31 @@ def test_a_killed_client_costs_its_last_record_at_most(up: Up, ring_name: str, m
     assert recorder.trace.lost in (0, 5)
 
 
-def record_until(name: str, path: Path, end: Sequence[str] | None) -> tuple[int, str]:
-    """Run `smoe-mp trace record` while a client asks; ended by Ctrl-C or by `end`."""
-    command = [sys.executable, "-m", "smoe_mp", "trace", "record", name, "-o", str(path)]
+def record_until(name: str, path: Path, end: Sequence[str] | signal.Signals) -> tuple[int, str]:
+    """Run `smoe-mp trace record` while a client asks; ended by a signal or by a command."""
+    command = [sys.executable, "-m", "smoe_mp", "trace", "record", name, "-o", str(path), "--force"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     with smoe_mp.attach(name) as ring, ring.busy():
         ring.fetch(1, [5, 6]).release()
-    if end is None:
-        process.send_signal(signal.SIGINT)
+    if isinstance(end, signal.Signals):
+        process.send_signal(end)
     else:
         assert run(*end).returncode == 0
     said, _ = process.communicate(timeout=LIMIT_S)
     return process.returncode, said
 
 
-@pytest.mark.parametrize("by", ["Ctrl-C", "the system's end"])
+@pytest.mark.parametrize("by", ["SIGINT", "SIGTERM", "the system's end"])
 def test_the_command_writes_a_trace(up: Up, ring_name: str, made: Path, tmp_path: Path, by: str) -> None:
     up(vault=made, slots=20, more=QUIET)
     path = tmp_path / "evening.trace"
-    end = None if by == "Ctrl-C" else ("down", ring_name)
+    path.write_bytes(b"yesterday's")
+    refused = run("trace", "record", ring_name, "-o", path)
+    assert (refused.returncode, path.read_bytes()) == (2, b"yesterday's")
+    assert run("trace", "record", ring_name, "-o", tmp_path / "no" / "a.trace").returncode == 3
+    end = getattr(signal, by, ("down", ring_name))
     code, said = record_until(ring_name, path, end)
     assert code == 0
     assert said == f"{path}: 3 records, 2 experts, {path.stat().st_size} bytes\n"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smoe_mp.bench.io import ASKING_FULL, BATCH, PLAIN, Asking, asked, batches, slots_for
+from smoe_mp.bench.io import ASKING_FULL, BATCH, PLAIN, Asking, asked, batches, scratch_file, slots_for
+from smoe_mp.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -44,3 +49,22 @@ def test_workers_have_work_and_clients_room(workers: int, clients: int, batch: i
     in_flight = a.clients * a.flight(workers) * a.batch
     assert in_flight - batch >= 2 * workers  # also while one call's last expert is awaited
     assert in_flight + BATCH <= a.slots(workers)
+
+
+@pytest.mark.parametrize("place", ["file", "file/in", "x" * 300])
+def test_a_scratch_folder_that_cannot_be_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"{place}: cannot be used .* give --scratch another"):
+        scratch_file(tmp_path / place, 1, lambda *_: None)
+
+
+def test_a_write_that_fails_is_told_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(fd: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        scratch_file(tmp_path, 1, lambda *_: None)
+    assert list(tmp_path.iterdir()) == []

@@ -32,6 +32,7 @@ from smoe_mp.control.commands import (
     WorkerStatus,
 )
 from smoe_mp.errors import SmoeError
+from smoe_mp.models import TINY
 
 COMMANDS = (
     "up",
@@ -180,9 +181,73 @@ def test_flags_are_checked_like_the_file(
     assert error_of(capsys).startswith("--ring -1: must be a whole number from 0 to 65535")
 
 
+REFUSED: list[tuple[tuple[str, ...], int, str]] = [
+    (("up", "~nosuchuser/c.toml"), 2, "no home folder is known for ~nosuchuser"),
+    (("size", "~nosuchuser/m.smoe"), 2, "no home folder is known for ~nosuchuser"),
+    (("init", "~nosuchuser/m.smoe"), 2, "no home folder is known for ~nosuchuser"),
+    (("up", "c.toml", "--log-file", "~nosuchuser/log"), 2, "no home folder is known for ~nosuchuser"),
+    (("size", "x/" + "y" * 300), 3, "no such file or folder, and not in the local cache"),
+    (("size", "elsewhere.toml"), 2, "no home folder is known for ~nosuchuser"),
+    (("inspect", str(TINY / "tiny.smoe"), "--expert=1234567890:0"), 2, "--expert 1234567890:0: not LAYER"),
+    (("trace", "record", "r", "-o", "elsewhere.toml"), 2, "elsewhere.toml: there already; --force"),
+    (("trace", "record", "r", "-o", ".", "--force"), 2, "in the way, and no ordinary file"),
+    (("trace", "record", "r", "-o", "x" * 300), 3, "cannot be written: File name too long"),
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_cannot_be_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    refused: tuple[tuple[str, ...], int, str],
+) -> None:
+    arguments, status, words = refused
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere.toml").write_text('name = "r"\nvault.path = "~nosuchuser/m.smoe"\n')
+    assert run(monkeypatch, *arguments) == status
+    assert words in error_of(capsys)
+
+
 def test_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "up", "c.toml", "--rings", "4") == 2
     assert "--rings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "1e12"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("status", "r"), "--watch"),
+        (("down", "r"), "--timeout"),
+        (("demand", "r", "0:0"), "--timeout"),
+        (("drain", "r"), "--timeout"),
+        (("busy", "r"), "--lease"),
+        (("top", "r"), "--every"),
+        (("demo",), "--temperature"),
+        (("bench", "transformers"), "--skew"),
+    ],
+)
+def test_a_number_that_is_none_or_out_of_range(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+    option: str,
+    number: str,
+) -> None:
+    assert run(monkeypatch, *command, option, number) == 2
+    assert f"Invalid value for '{option}'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [("--version",), ("inspect", TINY / "tiny.smoe")])
+def test_output_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str | Path, ...]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run(monkeypatch, *arguments) == 1
+    assert error_of(capsys) == "stdout: write: No space left on device (errno 28)"
 
 
 def test_exit_codes_are_documented() -> None:

@@ -246,6 +246,14 @@ def test_what_is_rendered_reads_as_the_same(name: str) -> None:
     }
 
 
+def test_rendered_paths_count_from_where_they_did() -> None:
+    text = 'name = "r"\nvault.path = "m.smoe"\nlog.file = "😀.log"\nprewarm.histogram = "~/h.bin"\n'
+    loaded = config.parse(text, FILE)
+    again = config.parse(config.render(loaded), Path("/else/where.toml"))
+    for name in ("vault_path", "histogram_path", "log_path"):
+        assert getattr(again, name) == getattr(loaded, name)
+
+
 def test_a_rendered_default_can_be_taken_back_in() -> None:
     text = config.render(config.for_model(Path("/m.smoe"), "r"))
     lines = [line.removeprefix("# ") for line in text.splitlines()]

@@ -1,4 +1,4 @@
-"""The demo's parts: how a turn is counted and shown, its configuration, and the start and stop of a system.
+"""The demo's parts: how a turn is counted and shown, and the start and stop of a system.
 
 The system itself is a stand-in here, a few lines of Python; the whole demo runs in the process tests.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import io
 import sys
-import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from smoe_mp import config, models
-from smoe_mp.demo import System, Turn, Writing, _Screen, config_text, hit_rate, printable, take_turn
+from smoe_mp import models
+from smoe_mp.demo import System, Turn, Writing, _Screen, hit_rate, printable, take_turn
 from smoe_mp.engine import Engine, ResidentExperts
 from smoe_mp.errors import SmoeError
 
@@ -85,19 +83,6 @@ def test_what_is_printable() -> None:
     assert printable("a\tb\n\x1b[2Jé\0") == "a\tb\n\ufffd[2Jé"
 
 
-def test_the_demos_configuration_keeps_what_was_given_and_no_more() -> None:
-    text = 'name = "x"\n[vault]\npath = "/else/where.smoe"\n[ring]\nslots = 48\n[workers]\ncount = 3\n'
-    own = {"name": "demo-1", "vault.path": "demo.smoe"}
-    made = config_text(config.parse(text, Path("demo.toml")), own)
-    assert tomllib.loads(made) == {
-        "name": "demo-1",
-        "vault": {"path": "demo.smoe"},
-        "ring": {"slots": 48},
-        "workers": {"count": 3},
-    }
-    config.parse(made, Path("scratch/demo-1.toml"))
-
-
 # ---------------------------------------------------------------------------------------------- the system
 
 SERVES = """
@@ -108,6 +93,14 @@ print("ready", flush=True)
 while True:
     signal.pause()
 """
+
+
+def test_a_program_that_cannot_be_started_is_named(console: Console) -> None:
+    with (
+        pytest.raises(SmoeError, match="cannot start /nonexistent: No such file"),
+        System(["/nonexistent"], console),
+    ):
+        pass
 
 
 def test_the_system_is_ready_inside_and_stopped_behind(console: Console) -> None:

@@ -331,6 +331,12 @@ def test_names_fit_a_mac_s_limit() -> None:
     assert max(len(s.encode()) for s in segments.segment_names("x" * segments.NAME_MAX)) <= 31
 
 
+def test_names_that_no_ring_can_have_are_left_out(tmp_path: Path) -> None:
+    for name in (b"smoe.\xff", b"smoe.\xff.d", b"smoe." + b"x" * 60, "smoe.é".encode()):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).touch()
+    assert segments.find_rings(tmp_path) == []
+
+
 def test_without_a_folder_of_shared_memory_nothing_is_listed(
     mac: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

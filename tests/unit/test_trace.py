@@ -69,6 +69,17 @@ def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
     assert back.entries(1).tolist() == [3, 1]
 
 
+def test_no_layers_of_no_experts_have_no_records(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    b = TraceBuilder()
+    b.add(DEMAND, 0, 0, 0, experts=[0])
+    for field in ("layer", "expert"):
+        write_trace(b.build(), path)
+        rewrite(path, lambda header, field=field: header.update({f"{field}s": 0}))
+        with pytest.raises(VaultError, match=f"{field} 0 is out of range, there are 0"):
+            read_trace(path)
+
+
 def test_a_trace_of_nothing(tmp_path: Path) -> None:
     write_trace(TraceBuilder().build(layers=4, experts=4), tmp_path / "a.trace")
     back = read_trace(tmp_path / "a.trace")
@@ -120,6 +131,8 @@ def rewrite(path: Path, change: Callable[[dict[str, object]], None]) -> None:
         ("records", 1 << 28, "should have"),
         ("records", -1, "out of range"),
         ("entries", 1 << 40, "out of range"),
+        ("layers", 1 << 28, "268435456 layers of 8 experts: at most 16777216"),
+        ("experts", 0, "expert 6 is out of range, there are 0"),
         ("layers", 1, "layer 1 is out of range, there are 1"),
         ("experts", 5, "expert 6 is out of range, there are 5"),
         ("stored", [1, 2, 3], "columns of"),
@@ -205,6 +218,13 @@ def test_json_lines(tmp_path: Path) -> None:
         ('{"layers": [[1]]}\n{"layers": 3}\n', "line 2: no token"),
         ('{"layers": [[-1]]}\n', "line 1: layer 0 has an expert out of range"),
         ("\x1f", "no trace"),
+        (CSV + "1,0,0,0," + "0" * 200_000 + ",7,0.5\n", "field larger than field limit"),
+        (CSV + "1,0,0,268435456,0,7,0.5\n", "268435457 layers of 16 experts: at most 16777216"),
+        (CSV + "1,0,0,0,0,16,0.5\n", "expert 16 is out of range, there are 16"),
+        (CSV.replace("n_expert=16", "n_expert=99999999999999"), "2 layers of 9999999999 experts: at most"),
+        (CSV.replace("n_expert=16", "n_expert=" + "9" * 5000), "2 layers of 9999999999 experts: at most"),
+        ('{"layers": [[1], [16777216]]}\n', "2 layers of 16777217 experts: at most"),
+        ('{"layers": [[' + "1" * 5000 + "]]}\n", "line 1:"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
