@@ -55,9 +55,10 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     _exit(1);
 }
 
-static void die_of(const char *name, int code, const smoe_error *e) {
-    die("%s: %s: %s (wanted %" PRIu64 ", got %" PRIu64 ")", name, e->call ? e->call : "a call", smoe_strerror(code),
-        e->wanted, e->got);
+static void die_of(const char *name, const smoe_error *e) {
+    char text[512];
+    smoe_error_text(NULL, e, text, sizeof text);
+    die("%s: %s", name, text);
 }
 
 static void *allocate(uint64_t n, size_t size) {
@@ -123,6 +124,15 @@ static void wait_for(const _Atomic uint32_t *word, uint32_t n) {
         (void)plat_wait(word, seen, 100000000u);
 }
 
+/* By a child, until all may begin; where its parent is gone, nobody will say so. */
+static void wait_to_go(const _Atomic uint32_t *go, pid_t parent) {
+    while (atomic_load(go) == 0) {
+        if (getppid() != parent)
+            _exit(1);
+        (void)plat_wait(go, 0, 100000000u);
+    }
+}
+
 static void *share(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
@@ -169,7 +179,7 @@ static smoe_ring *attach(const char *name, int role) {
     smoe_error e = {0};
     int rc = smoe_attach(name, role, 0, "smoe-bench", &r, &e);
     if (rc < 0)
-        die_of(name, rc, &e);
+        die_of(name, &e);
     return r;
 }
 
@@ -246,7 +256,7 @@ static void fill(struct bench_ring *b) {
         int rc = smoe_acquire(b->r, 0, ids, n, holds, -1, &e);
         serve(b);
         if (rc < 0 || (rc = smoe_wait(b->r, holds, n, -1, &e)) < 0)
-            die_of(b->name, rc, &e);
+            die_of(b->name, &e);
         for (uint32_t i = 0; i < n; i++)
             b->resident[holds[i].slot] = holds[i].expert_index;
         smoe_release(b->r, holds, n);
@@ -361,13 +371,13 @@ static void stream_client(struct bench_ring *b, const struct options *o, struct 
                 ids[k] = order[i * batch + k];
             int rc = smoe_acquire(b->r, 0, ids, batch, &holds[taken++ % flight * batch], -1, &e);
             if (rc < 0)
-                die_of(b->name, rc, &e);
+                die_of(b->name, &e);
             hits += (uint64_t)rc;
         } else if (taken > given) {
             smoe_hold *h = &holds[given++ % flight * batch];
             int rc = smoe_wait(b->r, h, batch, -1, &e);
             if (rc < 0)
-                die_of(b->name, rc, &e);
+                die_of(b->name, &e);
             smoe_release(b->r, h, batch);
         } else {
             break;
@@ -378,24 +388,30 @@ static void stream_client(struct bench_ring *b, const struct options *o, struct 
 }
 
 __attribute__((noreturn)) static void stream_child(const struct options *o, struct streamed *shared,
-                                                   const uint32_t *order) {
+                                                   const uint32_t *order, pid_t parent) {
     struct bench_ring b = {0};
     attach_client(&b, o->names[0]);
     signal_one(&shared->ready);
-    wait_for(&shared->go, 1);
+    wait_to_go(&shared->go, parent);
     stream_client(&b, o, shared, order);
     signal_one(&shared->done);
     smoe_detach(b.r);
     _exit(0);
 }
 
-/* Wait until n children have counted themselves; one that ended before it did has said why. */
-static void wait_for_children(const _Atomic uint32_t *word, uint32_t n) {
+/* Wait until n children have counted themselves; one that gave up before it did has said why.  `next`: of the reads
+ * that they share, where they do: the others end at once. */
+static void wait_for_children(const _Atomic uint32_t *word, uint32_t n, _Atomic uint64_t *next) {
     for (uint32_t seen; (seen = atomic_load(word)) < n;) {
         int status;
         (void)plat_wait(word, seen, 100000000u);
-        if (waitpid(-1, &status, WNOHANG) > 0 && status)
-            _exit(1);
+        if (waitpid(-1, &status, WNOHANG) <= 0 || status == 0)
+            continue;
+        if (next)
+            atomic_store(next, UINT64_MAX / 2);
+        if (WIFSIGNALED(status))
+            die("a process of the measurement was ended by signal %d", WTERMSIG(status));
+        _exit(1);
     }
 }
 
@@ -409,9 +425,9 @@ static int stream(const struct options *o) {
     uint32_t *order = sequence(o->seed, b.info.n_experts, 2 * b.info.n_slots, o->reads, before);
     uint32_t others = o->clients.values[0] > 1 ? (uint32_t)o->clients.values[0] : 0;
     for (uint32_t i = 0; i < others; i++) {
-        pid_t child = fork();
+        pid_t parent = getpid(), child = fork();
         if (child == 0)
-            stream_child(o, shared, order);
+            stream_child(o, shared, order, parent);
         if (child < 0) {
             int why = errno;
             atomic_store(&shared->next, o->reads);
@@ -419,12 +435,12 @@ static int stream(const struct options *o) {
             die("fork: %s", strerror(why));
         }
     }
-    wait_for_children(&shared->ready, others);
+    wait_for_children(&shared->ready, others, &shared->next);
     uint64_t began = plat_now_ns();
     signal_one(&shared->go);
     if (others == 0)
         stream_client(&b, o, shared, order);
-    wait_for_children(&shared->done, others);
+    wait_for_children(&shared->done, others, &shared->next);
     uint64_t ns = plat_now_ns() - began;
     smoe_part part;
     smoe_expert_parts(b.r, 0, &part, 1);
@@ -458,13 +474,13 @@ static int read_whole(int fd, unsigned char *to, uint64_t bytes, uint64_t offset
     return 0;
 }
 
-static int bare_process(const struct options *o, struct bare *shared, unsigned char *slots, const uint32_t *order,
-                        uint64_t number) {
+__attribute__((noreturn)) static void bare_process(const struct options *o, struct bare *shared, unsigned char *slots,
+                                                   const uint32_t *order, uint64_t number, pid_t parent) {
     int rc = 0, fd = plat_open_file(o->names[0], 1);
     uint64_t own = o->slots / o->processes;       /* slots of each */
     plat_prefault(slots, o->slots * o->bytes, 0); /* as the workers do */
     signal_one(&shared->ready);
-    wait_for(&shared->go, 1);
+    wait_to_go(&shared->go, parent);
     uint64_t cpu = cpu_ns();
     if (fd < 0)
         rc = -fd;
@@ -479,7 +495,7 @@ static int bare_process(const struct options *o, struct bare *shared, unsigned c
         atomic_store(&shared->failed, (uint32_t)rc);
     atomic_fetch_add(&shared->cpu_ns, cpu_ns() - cpu);
     signal_one(&shared->done);
-    return rc;
+    _exit(0); /* `failed` says it */
 }
 
 /* The slots of a ring, which rests meanwhile and whose bytes nobody looks at: the very pages that the other side
@@ -510,9 +526,9 @@ static int bare(const struct options *o) {
     unsigned char *slots = slots_of(o->names[1], o->slots * o->bytes, &mapped);
     uint32_t n = (uint32_t)o->processes;
     for (uint32_t i = 0; i < n; i++) {
-        pid_t child = fork();
+        pid_t parent = getpid(), child = fork();
         if (child == 0)
-            _exit(bare_process(o, shared, slots, order, i));
+            bare_process(o, shared, slots, order, i, parent);
         if (child < 0) {
             int why = errno;
             atomic_store(&shared->next, o->reads);
@@ -520,10 +536,10 @@ static int bare(const struct options *o) {
             die("fork: %s", strerror(why));
         }
     }
-    wait_for(&shared->ready, n);
+    wait_for_children(&shared->ready, n, &shared->next);
     uint64_t began = plat_now_ns();
     signal_one(&shared->go);
-    wait_for(&shared->done, n);
+    wait_for_children(&shared->done, n, &shared->next);
     uint64_t ns = plat_now_ns() - began;
     while (wait(NULL) > 0) {
     }
@@ -702,7 +718,7 @@ static double issue(struct bench_ring *b) {
     serve(b);
     rc = smoe_wait(b->r, &hold, 1, -1, &e);
     if (rc < 0)
-        die_of(b->name, rc, &e);
+        die_of(b->name, &e);
     b->resident[hold.slot] = hold.expert_index;
     smoe_release(b->r, &hold, 1);
     return (double)ns;
@@ -914,7 +930,7 @@ static void wake_ring(struct wake *w, uint32_t expert, double *parts) {
     rc = smoe_wait(r, &hold, 1, -1, &e);
     uint64_t told = plat_now_ns();
     if (rc < 0)
-        die_of(w->ring.name, rc, &e);
+        die_of(w->ring.name, &e);
     uint64_t landed = atomic_load(&r->hot->landed_ns);
     read_ns = smoe_counter_value(r, SMOE_C_READ_NS, -1) - read_ns;
     smoe_release(r, &hold, 1);
@@ -971,7 +987,7 @@ static int wake(const struct options *o) {
         relay_process(&w, parent);
     if (child < 0)
         die("fork: %s", strerror(errno));
-    wait_for_children(&w.relay->answered, 1);
+    wait_for_children(&w.relay->answered, 1, NULL);
     attach_client(&w.ring, o->names[0]);
     find_workers(&w.ring);
     w.ring.worker_pids[w.ring.n_workers++] = (uint32_t)child; /* it, too, has to sleep */

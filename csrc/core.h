@@ -3,7 +3,7 @@
  * Reading order: shm_layout.h, segment.c, slot.c, queue.c, lru.c, counters.c, ring.c, trace.c, crc32c.c,
  * worker.c, recover.c.
  *
- * Memory order.  Four pairs of accesses carry everything; the labels stand at the code:
+ * Memory order.  Five pairs of accesses carry everything; the labels stand at the code:
  *   P1/P2  publish: the worker's CAS to READY or FAILED (release)  /  a reader's load of the word (acquire)
  *   T1/T2  take: any CAS that takes or joins a slot (acq_rel)      /  the CAS that follows it (acq_rel)
  *   Q1/Q2  a queue cell's CAS by the pusher (acq_rel)              /  the popper's load and CAS (acquire, acq_rel)
@@ -137,7 +137,7 @@ INTERNAL enum slot_join slot_join(smoe_ring *r, uint32_t s, uint32_t expert, uin
 INTERNAL bool slot_claim(smoe_ring *r, uint32_t s, uint32_t expert, uint64_t bit, uint64_t *before);
 INTERNAL bool slot_take(smoe_ring *r, uint32_t s, uint64_t seen, uint32_t expert, uint64_t speculative, uint64_t bit);
 INTERNAL bool slot_give_back(smoe_ring *r, uint32_t s, uint32_t expert, uint64_t speculative, uint64_t bit);
-INTERNAL bool slot_drop(smoe_ring *r, uint32_t s, uint64_t bit);
+INTERNAL void slot_drop(smoe_ring *r, uint32_t s, uint64_t bit);
 INTERNAL bool slot_start(smoe_ring *r, uint32_t s, uint32_t worker, uint64_t *word);
 INTERNAL void slot_publish(smoe_ring *r, uint32_t s, uint32_t worker);
 INTERNAL void slot_fail(smoe_ring *r, uint32_t s, uint32_t worker);

@@ -34,7 +34,10 @@
 _Static_assert(SMOE_PHASES == SMOE_PHASE_COUNT && SMOE_BUCKETS == SMOE_BUCKET_COUNT &&
                    SMOE_PHASED == (int)SMOE_C_PHASED,
                "");
-_Static_assert(sizeof(((smoe_tally *)0)->counters) >= SMOE_COUNTERS * sizeof(uint64_t), "");
+#define ROOM(field) (sizeof(((smoe_tally *)0)->field) / sizeof(((smoe_tally *)0)->field[0]))
+_Static_assert(ROOM(counters) >= SMOE_COUNTERS && ROOM(phases) >= SMOE_PHASES && ROOM(phases[0]) >= SMOE_PHASED &&
+                   ROOM(waits) >= SMOE_PHASES && ROOM(waits[0]) >= SMOE_BUCKETS && ROOM(reads) >= SMOE_BUCKETS,
+               "a caller's smoe_tally is not changed: docs/embedding.md");
 
 _Thread_local uint32_t thread_phase;
 

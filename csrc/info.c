@@ -327,8 +327,6 @@ const char *smoe_strerror(int code) {
         return "the ring is being stopped";
     case SMOE_ENOSPACE:
         return "the shared-memory file system is too small";
-    case SMOE_EDIRECT:
-        return "direct reads are required and refused";
     case SMOE_EDIFFERS:
         return "not the ring that was asked for";
     case SMOE_ECHANGED:

@@ -108,7 +108,7 @@ bool queue_empty(struct queue q) {
 uint32_t queue_length(struct queue q) {
     uint64_t h = atomic_load_explicit(&q.pos->head, memory_order_acquire);
     uint64_t t = atomic_load_explicit(&q.pos->tail, memory_order_acquire);
-    return t > h ? (uint32_t)(t - h) : 0;
+    return t <= h ? 0 : t - h < UINT32_MAX ? (uint32_t)(t - h) : UINT32_MAX;
 }
 
 /* B1: after the push, so that a worker that reads the doorbell, finds both queues empty and sleeps on

@@ -3,8 +3,8 @@
  * For the set of dead ids seen at its beginning, in this order:
  *   1. clients: clear the holder bit in every slot (the last bit of a FAILED slot empties it), take back
  *      reservation and busy bit
- *   2. workers: what they counted and did not publish is taken back; their READING slots become QUEUED again; a slot
- * that has now killed three becomes FAILED
+ *   2. workers: what they counted and did not publish is taken back; their READING slots become QUEUED again;
+ *      a slot that has now killed three becomes FAILED
  *   3. push every QUEUED slot again, on its flag's queue, without ever blocking; also where nobody died, if
  *      that queue is empty
  *   4. only then free the entries

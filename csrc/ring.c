@@ -26,9 +26,10 @@
 #include <errno.h>
 #include <string.h>
 
-#define SLICE_NS  100000000ull /* longest sleep before everything is looked at again */
-#define LOCKED    0x80000000u
-#define LOST_MOST 1000u /* slots lost to others, before one waits as if there were none */
+#define SLICE_NS         100000000ull /* longest sleep before everything is looked at again */
+#define LOCKED           0x80000000u
+#define READ_DEADLINE_MS 30000u /* where the ring has none */
+#define LOST_MOST        1000u  /* slots lost to others, before one waits as if there were none */
 
 static void cpu_relax(void) {
 #if defined(__x86_64__)
@@ -74,6 +75,11 @@ static int usable(const smoe_ring *r, smoe_error *e) {
     if (r->id >= SMOE_PARTICIPANTS)
         return fail(e, -EPERM, "observer", EPERM, 0, 0);
     return 0;
+}
+
+/* Not so after a sweep: then the words of this id, its bits and its slots may be another client's. */
+static bool lease_holds(const smoe_ring *r) {
+    return atomic_load_explicit(&r->participants[r->id].generation, memory_order_acquire) == r->generation;
 }
 
 int ring_check(const smoe_ring *r, smoe_error *e) {
@@ -144,16 +150,21 @@ void space_freed(smoe_ring *r) {
     }
 }
 
-static void unreserve(smoe_ring *r, uint32_t n) {
-    if (n == 0)
+/* Take n from the own share.  With the lease that is lost as a whole, and what stands there is another's. */
+static void share_less(smoe_ring *r, uint32_t n) {
+    if (!lease_holds(r))
         return;
-    if (atomic_load_explicit(&r->participants[r->id].generation, memory_order_acquire) != r->generation)
-        return; /* the lease was lost, and the reservation with it: what stands there is another's */
     /* Not below zero, should the lease be lost right here: an overdraft would make everybody wait for good. */
     uint32_t seen = atomic_load_explicit(&r->reservations[r->id], memory_order_relaxed);
     while (!atomic_compare_exchange_weak_explicit(&r->reservations[r->id], &seen, seen > n ? seen - n : 0,
                                                   memory_order_seq_cst, memory_order_relaxed)) {
     }
+}
+
+static void unreserve(smoe_ring *r, uint32_t n) {
+    if (n == 0)
+        return;
+    share_less(r, n);
     FAILPOINT("unreserve.word");
     space_freed(r);
 }
@@ -164,7 +175,7 @@ static bool reserve_try(smoe_ring *r, uint32_t n) {
     if (reserved_total(r) <= r->n_slots)
         return true;
     /* No wake: this gives nothing back that was there for others before. */
-    atomic_fetch_sub_explicit(&r->reservations[r->id], n, memory_order_seq_cst);
+    share_less(r, n);
     FAILPOINT("reserve.undone");
     return false;
 }
@@ -214,6 +225,12 @@ static struct limit limit_of(const smoe_ring *r, int64_t ms, smoe_error *e) {
     return l;
 }
 
+/* Asked each time, as it changes when the ring is adopted.  0: none was given, or somebody wrote over it. */
+static uint64_t read_deadline_ms(const smoe_ring *r) {
+    uint32_t ms = r->header->read_deadline_ms;
+    return ms ? ms : READ_DEADLINE_MS;
+}
+
 static uint64_t limit_began(struct limit *l) {
     if (l->began == 0)
         l->began = plat_now_ns();
@@ -221,7 +238,7 @@ static uint64_t limit_began(struct limit *l) {
 }
 
 static uint64_t limit_end(const smoe_ring *r, struct limit *l) {
-    uint64_t ms = l->ms < 0 ? r->header->read_deadline_ms : (uint64_t)l->ms;
+    uint64_t ms = l->ms < 0 ? read_deadline_ms(r) : (uint64_t)l->ms;
     return limit_began(l) + (ms > 1000000000000ull ? 1000000000000ull : ms) * 1000000u;
 }
 
@@ -705,8 +722,8 @@ int smoe_release(smoe_ring *r, smoe_hold *holds, uint32_t n) {
     /* Not ring_check: what is held of a ring that is gone is given up all the same. */
     if (r->fork_generation != fork_generation())
         return SMOE_EFORKED;
-    if (atomic_load_explicit(&r->participants[r->id].generation, memory_order_acquire) != r->generation)
-        return SMOE_ELEASE; /* taken from us: the bits are no longer ours to clear */
+    if (!lease_holds(r))
+        return SMOE_ELEASE; /* the bits are no longer ours to clear */
     uint32_t released = 0;
     for (uint32_t i = 0; i < n; i++)
         if (holds[i].status != SMOE_HOLD_NONE && holds[i].slot < r->n_slots) {
@@ -723,6 +740,8 @@ int smoe_hold_again(smoe_ring *r, const smoe_hold *hold, smoe_hold *again) {
     int rc = usable(r, NULL);
     if (rc || hold->status == SMOE_HOLD_NONE || hold->slot >= r->n_slots)
         return rc ? rc : -EINVAL;
+    if (!lease_holds(r))
+        return SMOE_ELEASE; /* whatever the private count says: another expert may lie there, or be read */
     uint32_t held = hold_lock(r, hold->slot);
     hold_unlock(r, hold->slot, held ? held + 1 : 0);
     if (!held)
@@ -775,19 +794,20 @@ static void help(smoe_ring *r, uint32_t s) {
 }
 
 /* Has the read of this slot taken too long?  A queued one counts from the last read that ended, so that
- * a long queue on a slow disk is not taken for a dead one. */
+ * a long queue on a slow disk is not taken for a dead one.  One may have ended after `now` was asked; what is
+ * further ahead than the limit somebody wrote over. */
 static bool overdue(const smoe_ring *r, uint32_t s, uint64_t began, uint64_t now) {
-    uint64_t since = began, limit = (uint64_t)r->header->read_deadline_ms * 1000000u;
+    uint64_t since = began, limit = read_deadline_ms(r) * 1000000u;
     if (WORD_STATE(slot_word(r, s)) == SMOE_READING) {
         uint64_t started = atomic_load_explicit(&r->slots[s].read_started_ns, memory_order_relaxed);
         if (started && started < now)
             since = started;
     } else {
         uint64_t landed = atomic_load_explicit(&r->hot->landed_ns, memory_order_relaxed);
-        if (landed > since)
+        if (landed > since && landed <= now + limit)
             since = landed;
     }
-    return limit && now > since && now - since > limit;
+    return now > since && now - since > limit;
 }
 
 /* One slice ended without the bytes: everything that can have gone wrong.  Drops the hold on a time-out. */
@@ -1065,6 +1085,8 @@ int smoe_busy(smoe_ring *r, int on) {
     int rc = usable(r, NULL);
     if (rc || r->id >= SMOE_CLIENTS)
         return rc ? rc : -EPERM;
+    if (!lease_holds(r))
+        return SMOE_ELEASE; /* the bit is no longer ours */
     uint32_t held = word_lock(&r->busy_holds);
     if (on ? held == 0 : held == 1) {
         if (on)

@@ -518,12 +518,16 @@ static int sane_words(const smoe_ring *r, smoe_error *e) {
     return 0;
 }
 
-/* The queues of a ring that nobody uses. */
+/* The queues of a ring that no worker serves.  Whoever was killed right behind its compare-exchange of a cell left
+ * head or tail one back. */
 static int sane_queues(const smoe_ring *r, smoe_error *e) {
     const struct queue queues[] = {demand_queue(r), speculative_queue(r)};
-    for (int q = 0; q < 2; q++)
-        if (queue_length(queues[q]) > r->queue_capacity)
-            return fail(e, SMOE_ECORRUPT, "a queue's positions", 0, r->queue_capacity, queue_length(queues[q]));
+    for (int q = 0; q < 2; q++) {
+        uint64_t head = atomic_load_explicit(&queues[q].pos->head, memory_order_acquire);
+        uint64_t tail = atomic_load_explicit(&queues[q].pos->tail, memory_order_acquire);
+        if (tail + 1 - head > r->queue_capacity + 2ull)
+            return fail(e, SMOE_ECORRUPT, "a queue's positions", 0, r->queue_capacity, tail - head);
+    }
     return 0;
 }
 

@@ -34,8 +34,8 @@
  *
  *   data segment "/smoe.NAME.d": n_slots * slot_bytes      read-only
  *
- * Sizes and offsets of every struct here are asserted below, hashed into the header's layout
- * fingerprint, and held against the numpy dtypes of smoe_mp/tables.py by a test.
+ * Asserted below and hashed into the header's layout fingerprint are sizes, and the offsets that others depend
+ * on; the rest goes by SMOE_ABI.  The tables' sizes are held against the numpy dtypes of smoe_mp/tables.py by a test.
  */
 #ifndef SMOE_SHM_LAYOUT_H
 #define SMOE_SHM_LAYOUT_H
@@ -246,7 +246,7 @@ struct smoe_participant {
     /* worker: what it does now */
     _Atomic uint64_t read_started_ns; /* 0: idle */
     _Atomic uint32_t current_slot;    /* slot + 1, 0: none */
-    _Atomic uint32_t exit_reason;
+    uint32_t reserved0;
     _Atomic uint32_t publishing; /* slot + 1 whose read is being published, 0: none; see counters.c */
     uint8_t reserved[128 - 84];
 };

@@ -98,22 +98,19 @@ bool slot_give_back(smoe_ring *r, uint32_t s, uint32_t expert, uint64_t speculat
     return true;
 }
 
-/* Clear a holder bit; the last one of a FAILED slot empties it.  Returns true if the slot came free:
- * emptied, or idle. */
-bool slot_drop(smoe_ring *r, uint32_t s, uint64_t bit) {
+/* Clear a holder bit; the last one of a FAILED slot empties it. */
+void slot_drop(smoe_ring *r, uint32_t s, uint64_t bit) {
     uint64_t w = slot_word(r, s);
-    for (;;) {
-        if (!(w & bit))
-            return false;
+    while (w & bit) {
         if (WORD_STATE(w) == SMOE_FAILED && WORD_HOLDERS(w) == bit) {
             if (cas(r, s, &w, 0)) {
                 FAILPOINT("drop.emptied");
                 plat_wake(slot_futex(r, s), 0);
                 hint_empty(r, s);
-                return true;
+                return;
             }
         } else if (cas(r, s, &w, w & ~bit)) {
-            return WORD_HOLDERS(w) == bit && WORD_STATE(w) != SMOE_READING;
+            return;
         }
     }
 }

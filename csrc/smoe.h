@@ -60,7 +60,6 @@ enum {
     SMOE_ETOOLARGE = -1013,     /* more experts than the ring has slots */
     SMOE_ESTOPPING = -1014,     /* the ring is being stopped: no new demand */
     SMOE_ENOSPACE = -1015,      /* the shared-memory file system is too small */
-    SMOE_EDIRECT = -1016,       /* direct reads are required and refused */
     SMOE_ETAKEN = -1017,        /* the id's lock is held by another process */
     SMOE_EDIFFERS = -1018,      /* not the ring that was asked for */
     SMOE_ECHANGED = -1019       /* a source file changed (file; got: SMOE_CHANGED_*): nothing is served any more */
@@ -209,13 +208,13 @@ enum { SMOE_PHASED = 6, SMOE_BUCKETS = 28 };
 /* Say what the calling thread demands and waits for from now on, on all rings: SMOE_PHASE_*.  Returns what it was
  * before, or -EINVAL. */
 int smoe_phase(int phase);
-/* Figures since the ring was made: see counters.c.  Buckets: how many took at most 1 us, 2 us, 4 us, ...,
- * 2^26 us (67 s), and more. */
+/* Figures since the ring was made: see counters.c.  Buckets: SMOE_BUCKETS of them, how many took at most 1 us, 2 us,
+ * 4 us, ..., 2^26 us (67 s), and more.  There is room for more of everything; what is not used is 0. */
 typedef struct {
-    uint64_t counters[32]; /* by number, as smoe_counter_name has them */
-    uint64_t phases[3][6]; /* the first SMOE_PHASED of them by phase */
-    uint64_t waits[3][28]; /* buckets, by phase */
-    uint64_t reads[28];    /* buckets; failed ones included */
+    uint64_t counters[64];  /* by number, as smoe_counter_name has them */
+    uint64_t phases[4][16]; /* the first SMOE_PHASED of them by phase */
+    uint64_t waits[4][32];  /* buckets, by phase */
+    uint64_t reads[32];     /* buckets; failed ones included */
 } smoe_tally;
 enum {
     SMOE_OF_ALL = 0,     /* since the ring was made, whoever it was */
@@ -339,7 +338,7 @@ int smoe_create(int control_fd, int data_fd, const smoe_geometry *geometry, cons
  * SMOE_ETAKEN: a supervisor lives. */
 int smoe_supervisor_lock(const char *name, smoe_error *error);
 void smoe_supervisor_unlock(int lock);
-/* State of the ring NAME without attaching it: SMOE_CREATING.. SMOE_GONE, or an error.  *alive: whether a
+/* State of the ring NAME without attaching it: SMOE_CREATING .. SMOE_STALE, or an error.  *alive: whether a
  * supervisor holds its lock. */
 int smoe_peek(const char *name, int *alive, smoe_error *error);
 /* How many participants of the ring NAME live, by their locks alone: also of one that cannot be attached. */

@@ -528,10 +528,11 @@ static int open_all(struct worker *w, smoe_error *e) {
 int worker_run(smoe_ring *r, const struct worker_options *options, smoe_error *e) {
     struct worker w = {.r = r, .number = r->id - SMOE_ID_WORKER};
     pthread_t watcher;
-    if (options->watch_fd >= 0 && pthread_create(&watcher, NULL, watch, (void *)(intptr_t)options->watch_fd) != 0)
-        return fail(e, -errno, "pthread_create", errno, 0, 0);
+    int rc = options->watch_fd < 0 ? 0 : pthread_create(&watcher, NULL, watch, (void *)(intptr_t)options->watch_fd);
+    if (rc)
+        return fail(e, -rc, "pthread_create", rc, 0, 0); /* it sets no errno */
     w.met = calloc(r->n_slots / 64 + 1, sizeof *w.met);
-    int rc = w.met ? open_all(&w, e) : fail(e, -ENOMEM, "calloc", ENOMEM, r->n_slots / 8, 0);
+    rc = w.met ? open_all(&w, e) : fail(e, -ENOMEM, "calloc", ENOMEM, r->n_slots / 8, 0);
     if (rc == 0) {
         if (options->ready_fd >= 0) {
             if (write(options->ready_fd, "r", 1) != 1) {

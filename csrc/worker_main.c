@@ -66,7 +66,7 @@ int main(int argc, char **argv) {
                  !(!strcmp(argv[i], "--ready-fd") && number(argv[i + 1], 0, 1 << 20, &ready_fd)))
             return usage();
     }
-    if (!name || id < 0)
+    if (!name || id < 0 || !creation)
         return usage();
     catch_signals();
 
@@ -76,13 +76,14 @@ int main(int argc, char **argv) {
     snprintf(label, sizeof label, "worker %ld", id);
     int rc = smoe_attach(name, SMOE_ROLE_WORKER, (uint32_t)id, label, &ring, &e);
     if (rc < 0) {
-        fprintf(stderr, "smoe-worker: ring %s: %s: %s (wanted %" PRIu64 ", got %" PRIu64 ")\n", name,
-                e.call ? e.call : "attach", smoe_strerror(rc), e.wanted, e.got);
+        char text[512];
+        smoe_error_text(NULL, &e, text, sizeof text);
+        fprintf(stderr, "smoe-worker: ring %s: %s\n", name, text);
         return 1;
     }
     char hex[33];
     snprintf(hex, sizeof hex, "%016" PRIx64 "%016" PRIx64, ring->header->creation[0], ring->header->creation[1]);
-    if (creation && strcmp(hex, creation) != 0) {
+    if (strcmp(hex, creation) != 0) {
         fprintf(stderr, "smoe-worker: ring %s: is %s, not %s: it was replaced\n", name, hex, creation);
         smoe_detach(ring);
         return 1;

@@ -11,7 +11,7 @@ kernel gives it back.  A limit may stand on any ancestor.  Whoever fills shared 
 killed, with no message; whoever fills a full /dev/shm gets SIGBUS.  So all three are looked at before a
 page is touched, and what does not fit is refused in words.
 
-The sum (DESIGN.md, section 10), all in bytes:
+The sum, all in bytes:
 
     budget = available - dense part - engine (2 GiB) - max(RAM / 8, 4 GiB)
     budget is not below a quarter of free memory, and then not above half of RAM

@@ -66,9 +66,9 @@ def tally(ring: Any, participant: int = -1, of: int = lib.SMOE_OF_ALL) -> Tally 
     check_plain(code, f"tally of id {participant}")
     return Tally(
         dict(zip(_NAMES, out.counters, strict=False)),
-        {phase: dict(zip(_PHASED, out.phases[i], strict=True)) for i, phase in enumerate(PHASES)},
-        {phase: list(out.waits[i]) for i, phase in enumerate(PHASES)},
-        list(out.reads),
+        {phase: dict(zip(_PHASED, out.phases[i], strict=False)) for i, phase in enumerate(PHASES)},
+        {phase: list(out.waits[i])[: lib.SMOE_BUCKETS] for i, phase in enumerate(PHASES)},
+        list(out.reads)[: lib.SMOE_BUCKETS],
     )
 
 

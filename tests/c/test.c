@@ -1,3 +1,4 @@
+/* test.c: see test.h. */
 #define _GNU_SOURCE
 #include "test.h"
 

@@ -1011,6 +1011,47 @@ static void test_forgotten(void) {
     testring_close(&s.t);
 }
 
+/* A client whose share is swept between its adding and its taking back, while another one's attempt makes the sum
+ * too large: nothing is taken from what the next owner of its id has reserved, and nothing from zero. */
+struct swept {
+    struct testring *t;
+    smoe_ring *loser, *third;
+};
+
+static void sweep_and_follow(void *arg) {
+    struct swept *s = arg;
+    close(s->loser->lock_fd);
+    s->loser->lock_fd = -1;
+    CHECK_EQ(smoe_recover(s->t->supervisor, 0, NULL), 1);
+    smoe_ring *next = testring_client(s->t);
+    CHECK_EQ(next->id, s->loser->id);
+    acquire_of(next, 0, 2);
+    atomic_store(&s->third->reservations[s->third->id], SLOTS);
+}
+
+/* The sweep has come to the share, and not yet to the lease. */
+static void sweep_share(void *arg) {
+    struct swept *s = arg;
+    atomic_store(&s->loser->reservations[s->loser->id], 0);
+    atomic_store(&s->third->reservations[s->third->id], SLOTS + 1);
+}
+
+static void test_swept_share(void) {
+    static void (*const hooks[])(void *) = {sweep_share, sweep_and_follow};
+    for (uint32_t i = 0; i < 2; i++) {
+        struct testring t;
+        testring_open(&t, &SHAPE);
+        struct swept s = {&t, testring_client(&t), testring_client(&t)};
+        const int64_t two[] = {4, 5};
+        smoe_hold h[2];
+        smoe_error e;
+        failpoint_hook("reserve.added", hooks[i], &s);
+        CHECK_EQ(smoe_acquire_nowait(s.loser, 0, two, 2, h, &e), SMOE_EBUSY);
+        CHECK_EQ(atomic_load(&s.third->reservations[s.loser->id]), i);
+        testring_close(&t);
+    }
+}
+
 /* Every name of the table has its row. */
 static void test_every_name_has_a_row(void) {
 #define NAME(name) name,
@@ -1029,6 +1070,7 @@ int main(int argc, char **argv) {
     static const struct test tests[] = {
         {"every failpoint has a row", test_every_name_has_a_row},
         {"a slot that is queued and forgotten", test_forgotten},
+        {"a share that was swept before it was taken back", test_swept_share},
         {"somebody dies at every step", test_die_everywhere},
     };
     return run_tests(tests, sizeof tests / sizeof *tests, argc, argv);

@@ -13,6 +13,13 @@
 
 static const struct shape SMALL = {.layers = 2, .experts = 12, .slots = 6, .seed = 3};
 
+static bool no_threads; /* there are none to be had */
+int __real_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*run)(void *), void *arg);
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*run)(void *), void *arg);
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*run)(void *), void *arg) {
+    return no_threads ? EAGAIN : __real_pthread_create(thread, attr, run, arg);
+}
+
 /* --- small steps ------------------------------------------------------------------------------------ */
 
 static smoe_hold fetch_ok(struct testring *t, smoe_ring *r, int64_t expert) {
@@ -276,6 +283,22 @@ static void test_changed_before_start(void) {
     CHECK_EQ(w->rc, SMOE_EREAD);
     CHECK_EQ(w->error.os_error, SMOE_READ_CHANGED);
     CHECK_EQ(w->error.file, 1);
+    testring_close(&t);
+}
+
+/* A worker that cannot watch for the supervisor's end says so. */
+static void test_no_watcher(void) {
+    struct testring t;
+    testring_open(&t, &SMALL);
+    smoe_ring *r = testring_attach(&t, SMOE_ROLE_WORKER, 0);
+    const volatile int stop = 1;
+    const struct worker_options options = {.watch_fd = 0, .ready_fd = -1, .stop = &stop};
+    smoe_error e = {0};
+    no_threads = true;
+    errno = 0;
+    CHECK_EQ(worker_run(r, &options, &e), -EAGAIN);
+    no_threads = false;
+    CHECK_EQ(e.os_error, EAGAIN);
     testring_close(&t);
 }
 
@@ -548,6 +571,40 @@ static void test_read_deadline(void) {
     testring_close(&t);
 }
 
+/* A queued read's deadline counts from the last landing, but from none that somebody wrote into the future. */
+static void test_read_deadline_queued(void) {
+    struct testring t;
+    struct shape shape = SMALL;
+    shape.deadline_ms = 30;
+    testring_open(&t, &shape);
+    smoe_ring *a = testring_client(&t);
+    const uint64_t landed[] = {smoe_now_ns(), UINT64_MAX, (uint64_t)INT64_MAX};
+    for (int i = 0; i < 3; i++) {
+        smoe_error e;
+        smoe_hold h = acquire_ok(a, 3);
+        atomic_store(&a->hot->landed_ns, landed[i]);
+        CHECK_EQ(smoe_wait(a, &h, 1, -1, &e), SMOE_ETIMEOUT);
+        CHECK_EQ(e.got, SMOE_QUEUED);
+    }
+    testring_close(&t);
+}
+
+/* A ring that names no read deadline has one all the same. */
+static void test_no_read_deadline(void) {
+    struct testring t;
+    testring_open(&t, &SMALL);
+    smoe_ring *a = testring_client(&t);
+    smoe_error e;
+    smoe_hold h = acquire_ok(a, 3);
+    uint64_t word;
+    a->header->read_deadline_ms = 0;
+    CHECK(slot_start(a, h.slot, 126, &word));
+    atomic_store(&a->slots[h.slot].read_started_ns, 1);
+    CHECK_EQ(smoe_wait(a, &h, 1, -1, &e), SMOE_ETIMEOUT);
+    CHECK_EQ(e.got, SMOE_READING);
+    testring_close(&t);
+}
+
 struct demander {
     smoe_ring *ring;
     smoe_hold hold;
@@ -694,17 +751,29 @@ static void test_lease_lost(void) {
     smoe_error e;
     smoe_hold h = acquire_ok(a, 3), c;
     const int64_t five = 5;
+    CHECK_EQ(smoe_busy(a, 1), 1);
     close(a->lock_fd);
     a->lock_fd = -1;
     CHECK_EQ(smoe_recover(t.supervisor, 0, NULL), 1);
     CHECK_EQ(WORD_HOLDERS(slot_word(a, h.slot)), 0);
+    CHECK_EQ(smoe_busy_clients(a), 0);
     smoe_ring *b = testring_client(&t);
     CHECK_EQ(b->id, a->id);
+    CHECK_EQ(smoe_busy(b, 1), 1);
+    int64_t bell = smoe_prewarm_get(b, SMOE_PREWARM_BELL);
+    CHECK_EQ(smoe_busy(a, 0), SMOE_ELEASE);
+    CHECK_EQ(smoe_busy_clients(b), 1u << b->id);
+    CHECK_EQ(smoe_prewarm_get(b, SMOE_PREWARM_BELL), bell);
+    CHECK_EQ(smoe_busy(b, 0), 0);
+    CHECK_EQ(smoe_busy(a, 1), SMOE_ELEASE);
+    CHECK_EQ(smoe_busy_clients(b), 0);
     smoe_hold x = acquire_ok(b, 3);
     CHECK_EQ(smoe_acquire(a, 0, &five, 1, &c, 0, &e), SMOE_ELEASE);
     CHECK_EQ(smoe_claim_specific(a, 0, 3, &c, &e), SMOE_ELEASE);
     CHECK_EQ(smoe_speculate(a, 0, &five, 1, &e), SMOE_ELEASE);
     CHECK_EQ(smoe_wait(a, &h, 1, 0, &e), SMOE_ELEASE);
+    CHECK_EQ(smoe_hold_again(a, &h, &c), SMOE_ELEASE);
+    CHECK_EQ(c.status, SMOE_HOLD_NONE);
     CHECK_EQ(smoe_release(a, &h, 1), SMOE_ELEASE);
     testring_detach(&t, a);
     CHECK_EQ(WORD_HOLDERS(slot_word(b, x.slot)), b->bit); /* not its to clear */
@@ -849,6 +918,7 @@ int main(int argc, char **argv) {
         {"a failed read that nobody waits for", test_nobody_waits},
         {"wait_any and errors", test_wait_any_fails},
         {"a file that changed before the start", test_changed_before_start},
+        {"a worker without a watcher", test_no_watcher},
         {"every file mode gives the same bytes", test_modes},
         {"a scribbled file mode", test_scribbled_mode},
         {"scribbled plans", test_scribbled_plans},
@@ -857,6 +927,8 @@ int main(int argc, char **argv) {
         {"a scribbled slot word", test_scribbled_word},
         {"time limits", test_timeouts},
         {"the ring's read deadline", test_read_deadline},
+        {"the read deadline of a queued read", test_read_deadline_queued},
+        {"a ring without a read deadline", test_no_read_deadline},
         {"no slot for a moment", test_no_slot_for_a_moment},
         {"a ring that is being stopped", test_stopping},
         {"a ring that is gone", test_gone},

@@ -412,6 +412,40 @@ static void test_taken_ids(void) {
     testring_close(&t);
 }
 
+/* A queue's positions as a killed process may leave them, and as only somebody who writes over them can. */
+static void test_adopted_queues(void) {
+    struct testring t;
+    testring_open(&t, &SMALL);
+    smoe_ring *r = t.supervisor;
+    const smoe_tables tables = testring_tables(&t);
+    const uint64_t capacity = r->queue_capacity, far = 1ull << 32;
+    const struct {
+        uint64_t head, tail;
+        int rc;
+    } positions[] = {
+        {5, 5, 0},
+        {5, 5 + capacity, 0},
+        {5, 6 + capacity, 0}, /* full once more behind a head that lags */
+        {6, 5, 0},            /* popped before the tail was moved on */
+        {5, 7 + capacity, SMOE_ECORRUPT},
+        {7, 5, SMOE_ECORRUPT},
+        {5, 5 + far, SMOE_ECORRUPT},
+        {5 + far, 5, SMOE_ECORRUPT},
+    };
+    struct smoe_queue_pos *const queues[] = {&r->hot->demand, &r->hot->speculative};
+    smoe_error e;
+    for (int q = 0; q < 2; q++) {
+        for (size_t i = 0; i < sizeof positions / sizeof *positions; i++) {
+            atomic_store(&queues[q]->head, positions[i].head);
+            atomic_store(&queues[q]->tail, positions[i].tail);
+            CHECK_EQ(smoe_adoptable(r, &t.geometry, &tables, &e), positions[i].rc);
+        }
+        atomic_store(&queues[q]->head, 0);
+        atomic_store(&queues[q]->tail, 0);
+    }
+    testring_close(&t);
+}
+
 static void test_detach_frees(void) {
     struct testring t;
     testring_open(&t, &SMALL);
@@ -690,6 +724,7 @@ int main(int argc, char **argv) {
         {"clients map experts and tables read-only", test_read_only},
         {"a 33rd client", test_33rd_client},
         {"ids that are taken", test_taken_ids},
+        {"queues of a ring that is adopted", test_adopted_queues},
         {"detaching frees everything", test_detach_frees},
         {"a dead client, recovered", test_dead_client_recovered},
         {"a dead client, followed by the next owner of its id", test_dead_client_followed},

@@ -1,3 +1,4 @@
+/* testring.c: see testring.h.  Whatever ends the test, its segments and files are removed. */
 #define _GNU_SOURCE
 #include "testring.h"
 
@@ -273,8 +274,8 @@ static void remove_segment(const char *name, bool data) {
     forget(path);
 }
 
-int testring_create(struct testring *t, smoe_error *error) {
-    const smoe_tables tables = {
+smoe_tables testring_tables(const struct testring *t) {
+    return (smoe_tables){
         .experts = t->experts,
         .windows = t->windows,
         .parts = t->parts,
@@ -284,6 +285,10 @@ int testring_create(struct testring *t, smoe_error *error) {
         .files = t->file_recs,
         .strings = t->strings,
     };
+}
+
+int testring_create(struct testring *t, smoe_error *error) {
+    const smoe_tables tables = testring_tables(t);
     int rc = smoe_measure(&t->geometry, &t->control_bytes, &t->data_bytes, error);
     if (rc)
         return rc;

@@ -2,7 +2,7 @@
  *
  * Byte i of expert x is a hash of (x, i), and the bytes between the experts are a hash of something else,
  * so one foreign, missing or shifted byte is seen.  Experts have 1 to 3 extents in 1 to 3 files at offsets
- * that are a multiple of nothing; the plans are made by the rules of DESIGN.md section 8, some with moves.
+ * that are a multiple of nothing; the plans are made by the rules of smoe_mp/tables.py, some with moves.
  *
  * Under ThreadSanitizer (or with SMOE_TEST_ONE_MAP set) all handles are bent to one map of the segments.
  * TSan knows memory by its address: with a map for each attach it would see neither a race between two
@@ -77,6 +77,7 @@ struct testring {
 /* Files and tables only; then the segments, LIVE, from the tables as they are. */
 void testring_plan(struct testring *t, const struct shape *shape);
 int testring_create(struct testring *t, smoe_error *error);
+smoe_tables testring_tables(const struct testring *t);
 /* Both, and a supervisor attached.  Dies where it cannot. */
 void testring_open(struct testring *t, const struct shape *shape);
 /* Stops workers, detaches everyone, removes everything. */

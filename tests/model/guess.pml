@@ -1,9 +1,11 @@
 /* guess.pml: "QUEUED and READING guesses together never exceed the limit": lru.c guess_admit, guess_mark,
- * guess_clear; ring.c guess_one.  G guessers, three slots, a limit of one; a worker that lands guesses.
+ * guess_clear, guess_over; ring.c guess_one.  G guessers, three slots, a limit of one; a worker that lands guesses.
  *
- * As it stands here (the proposal): take, mark, and then look at all words; too many: give back exactly.
- *   -DBITS   look at the hint bits after the mark instead of at the words
- *   -DNOW    lru.c's order: the bit, a look at all bits (with the cleaning of stale ones), then the take
+ * The bit, a look at all bits (with the cleaning of stale ones), the take, the bit again, and then a look at all words;
+ * too many: give back exactly.  Left out is guess_over's shortcut: so far below the limit that all clients together
+ * could not overstep it the words are not counted.
+ *   -DBUG_GUESS_NO_RECOUNT   no look after the take
+ *   -DBUG_GUESS_BITS         that look at the bits instead of at the words
  */
 #ifndef G
 #define G 3
@@ -26,7 +28,6 @@ proctype guesser() {
     byte s, n, o;
     if :: s = 0 :: s = 1 :: s = 2 fi;           /* lru_find_empty, lru_victim */
     !guess[s];
-#ifdef NOW
     hint[s] = true;                              /* guess_admit */
     COUNT(hint);
     if
@@ -40,15 +41,14 @@ proctype guesser() {
         COUNT(hint);
         if :: n <= LIMIT :: else -> CLEAR(s); goto fin fi
     fi;
-#endif
     atomic { if :: guess[s] -> goto lost :: else -> guess[s] = true fi };       /* slot_take */
     hint[s] = true;                              /* guess_mark */
-#ifdef NOW
+#if defined(BUG_GUESS_NO_RECOUNT)
     n = 0;
-#elif defined(BITS)
+#elif defined(BUG_GUESS_BITS)
     COUNT(hint);
 #else
-    COUNT(guess);
+    COUNT(guess);                                /* guess_over */
 #endif
     if
     :: n <= LIMIT -> atomic { admitted++; assert(admitted <= LIMIT); pushed[s] = true; goto fin }

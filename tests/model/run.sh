@@ -39,7 +39,8 @@ bug-take-reading   | assert | -DBUG_TAKE_READING -DC=1 -DW=2 -DGUESSES=1
 bug-fail-empties   | assert | -DBUG_FAIL_EMPTIES -DC=2 -DW=1 -DFAILS=1
 bug-check-first    | assert | -DBUG_RESERVE_CHECK_FIRST -DC=2 -DW=1 -DB=2 -DNE=3 -DRESERVE
 bug-one-by-one     | hang   | -DBUG_RESERVE_ONE_BY_ONE -DC=2 -DW=1 -DB=2 -DRESERVE
-bug-guess-now      | assert | guess.pml -DNOW -DG=2
+bug-guess-recount  | assert | guess.pml -DBUG_GUESS_NO_RECOUNT -DG=2
+bug-guess-bits     | assert | guess.pml -DBUG_GUESS_BITS -DG=3
 '
 LARGER='
 crash-fail         | pass   | -DC=2 -DW=2 -DREALQ -DCRASHES=1 -DFAILS=1

@@ -50,7 +50,7 @@ HEADER = np.dtype(
 PARTICIPANT = np.dtype(
     [(name, "<u4") for name in ("generation", "landed", "pid", "role")]
     + [("namespace", "<u8"), ("started", "<u8"), ("label", "S32"), ("read_started", "<u8")]
-    + [(name, "<u4") for name in ("slot", "exit_reason", "publishing")] + [("reserved", "V44")]
+    + [(name, "<u4") for name in ("slot", "reserved0", "publishing")] + [("reserved", "V44")]
 )  # fmt: skip
 SLOT = np.dtype(
     [("read_started", "<u8"), ("kills", "<u4"), ("error", "<i4"), ("error_file", "<u4"), ("sequence", "<u4")]

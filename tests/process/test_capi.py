@@ -110,15 +110,16 @@ PROMISED = """
 attach detach expert_index acquire acquire_nowait wait wait_any fetch claim_specific speculate release
 hold_again slot_data get_info expert_pair expert_layout expert_parts expert_tensors file_path file_mode
 file_refusal
-counter_value counter_name census ring_state queue_length participants now_ns busy busy_clients histogram_read
-histogram_add set_interruptible set_spin_us strerror error_text api_version layout_version block_type_at
-dequantize
+get_tally counter_value counter_name census ring_state queue_length participants now_ns busy busy_clients
+histogram_read histogram_add set_interruptible set_spin_us strerror error_text api_version layout_version
+block_type_at dequantize
 """
 SIZES = {
     "smoe_hold": 16,
     "smoe_error": 72,
     "smoe_tensor": 80,
     "smoe_part": 32,
+    "smoe_tally": 2304,
     "smoe_block_type": 24,
     "smoe_dequant_job": 80,
 }

@@ -52,8 +52,7 @@ static void look_on(smoe_ring *r) {
 
 /* As the next supervisor does with a ring that it finds. */
 static void adopt(void) {
-    const smoe_tables tables = {ring.experts, ring.windows, ring.parts,     ring.moves,
-                                ring.layouts, ring.tensors, ring.file_recs, ring.strings};
+    const smoe_tables tables = testring_tables(&ring);
     smoe_error e;
     smoe_ring *r;
     int lock = smoe_supervisor_lock(ring.name, &e);

@@ -1,3 +1,4 @@
+/* scribble.c: see scribble.h. */
 #define _GNU_SOURCE
 #include "scribble.h"
 
