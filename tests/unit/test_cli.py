@@ -225,7 +225,6 @@ def test_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         (("busy", "r"), "--lease"),
         (("top", "r"), "--every"),
         (("demo",), "--temperature"),
-        (("bench", "transformers"), "--skew"),
     ],
 )
 def test_a_number_that_is_none_or_out_of_range(
