@@ -15,7 +15,7 @@ from support import SHARED, StampedSource, stamped_source
 def pytest_configure(config: pytest.Config) -> None:
     """What children inherit: signals that they may be sent, and a place for bytecode."""
     _take_signals()
-    if os.environ.pop("PYTHONDONTWRITEBYTECODE", "") and config.cache is not None:
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", "") and getattr(config, "cache", None) is not None:
         # The children are many, and each would compile all that it imports.
         os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
 
