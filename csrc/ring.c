@@ -28,8 +28,9 @@
 
 #define SLICE_NS         100000000ull /* longest sleep before everything is looked at again */
 #define LOCKED           0x80000000u
-#define READ_DEADLINE_MS 30000u /* where the ring has none */
-#define LOST_MOST        1000u  /* slots lost to others, before one waits as if there were none */
+#define READ_DEADLINE_MS 30000u   /* where the ring has none */
+#define READ_MOST_MS     3600000u /* no configuration gives more */
+#define LOST_MOST        1000u    /* slots lost to others, before one waits as if there were none */
 
 static void cpu_relax(void) {
 #if defined(__x86_64__)
@@ -225,10 +226,10 @@ static struct limit limit_of(const smoe_ring *r, int64_t ms, smoe_error *e) {
     return l;
 }
 
-/* Asked each time, as it changes when the ring is adopted.  0: none was given, or somebody wrote over it. */
+/* Asked each time, as it changes when the ring is adopted.  0: none was given; above the most: written over. */
 static uint64_t read_deadline_ms(const smoe_ring *r) {
     uint32_t ms = r->header->read_deadline_ms;
-    return ms ? ms : READ_DEADLINE_MS;
+    return ms && ms <= READ_MOST_MS ? ms : READ_DEADLINE_MS;
 }
 
 static uint64_t limit_began(struct limit *l) {

@@ -589,7 +589,7 @@ static void test_read_deadline_queued(void) {
     testring_close(&t);
 }
 
-/* A ring that names no read deadline has one all the same. */
+/* A ring that names no read deadline, or one that no configuration gives, has one all the same. */
 static void test_no_read_deadline(void) {
     struct testring t;
     testring_open(&t, &SMALL);
@@ -597,11 +597,16 @@ static void test_no_read_deadline(void) {
     smoe_error e;
     smoe_hold h = acquire_ok(a, 3);
     uint64_t word;
-    a->header->read_deadline_ms = 0;
+    const uint32_t none[] = {0, UINT32_MAX};
     CHECK(slot_start(a, h.slot, 126, &word));
     atomic_store(&a->slots[h.slot].read_started_ns, 1);
-    CHECK_EQ(smoe_wait(a, &h, 1, -1, &e), SMOE_ETIMEOUT);
-    CHECK_EQ(e.got, SMOE_READING);
+    for (int i = 0; i < 2; i++) {
+        a->header->read_deadline_ms = none[i];
+        smoe_hold again = h;
+        CHECK_EQ(smoe_hold_again(a, &h, &again), 0);
+        CHECK_EQ(smoe_wait(a, &again, 1, -1, &e), SMOE_ETIMEOUT);
+        CHECK_EQ(e.got, SMOE_READING);
+    }
     testring_close(&t);
 }
 
