@@ -75,7 +75,8 @@ class Answer(Struct, frozen=True, kw_only=True):
 
     `first_s`: seconds to the first token; `tokens_per_s`: of those after it; `hit_rate`: of this process's
     demands; `wait_s`: its time spent waiting for experts; `device_bytes`: read by the ring's workers
-    meanwhile, for whomever.  None where nothing was demanded, or no second token made.
+    meanwhile, for whomever.  None where nothing was demanded, or no second token made.  `context_full`: it
+    ended because the model's context did.
     """
 
     text: str
@@ -89,6 +90,7 @@ class Answer(Struct, frozen=True, kw_only=True):
     wait_s: float
     device_bytes: int
     interrupted: bool
+    context_full: bool
 
     def line(self) -> str:
         """The figures for people, in one line."""
@@ -98,7 +100,8 @@ class Answer(Struct, frozen=True, kw_only=True):
         return (
             f"[{self.tokens} tokens: the first after {self.first_s:.2f} s{rate}; {hits};"
             f" {wait_ms:.2f} ms wait a token; {human_bytes(self.device_bytes)} from the device"
-            f"{'; interrupted' if self.interrupted else ''}]"
+            f"{'; interrupted' if self.interrupted else ''}"
+            f"{'; the context is full' if self.context_full else ''}]"
         )
 
 
@@ -213,6 +216,7 @@ class Speaker:
         own = {key: after["client"][key] - before["client"][key] for key in (*KINDS, "wait_ns")}
         demanded = sum(own[key] for key in KINDS)
         tokens, rest_s = len(streamer.tokens), streamer.ended - streamer.first
+        ended = bool(streamer.tokens) and streamer.tokens[-1] in self._stops
         return Answer(
             text=text,
             prompt_tokens=prompt_tokens,
@@ -225,6 +229,7 @@ class Speaker:
             wait_s=own["wait_ns"] / 1e9,
             device_bytes=after["device_bytes"] - before["device_bytes"],
             interrupted=interrupted,
+            context_full=not ended and 0 < self._context <= prompt_tokens + tokens,
         )
 
 

@@ -270,6 +270,14 @@ def test_a_hub_id_in_the_local_cache(
     assert f"not in the local cache {folder / 'no-hub'}; fetch it first" in capfd.readouterr().err
 
 
+def test_an_answer_that_the_context_ends_says_so(words: Path, system: PrivateSystem) -> None:
+    one = Speaker(words, system.name, Sampling(max_tokens=20, greedy=True), lambda piece: None, threads=1)
+    one._stops = set()
+    answers = [one.answer([65] * length) for length in (200, 250)]
+    assert [(a.tokens, a.context_full) for a in answers] == [(20, False), (6, True)]
+    assert answers[1].line().endswith("; the context is full]")
+
+
 # --- Ctrl-C ------------------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,7 @@ def answer(text: str, **more: float | None) -> Answer:
     facts: dict[str, float | None] = {"tokens_per_s": 2.5, "hit_rate": 0.75, **more}
     return Answer(
         text=text, prompt_tokens=3, tokens=4, seconds=2.0, first_s=0.8, demanded=8, wait_s=0.1,
-        device_bytes=3 << 20, interrupted=False, **facts,  # type: ignore[arg-type]
+        device_bytes=3 << 20, interrupted=False, context_full=False, **facts,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
