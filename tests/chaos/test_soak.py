@@ -47,7 +47,7 @@ def test_one_that_lived_for_a_moment_is_not_compared_with_itself() -> None:
 
 def look(**more: Any) -> soak.Look:
     same = {"supervisor": [27], "worker": [6, 6]}
-    first = soak.Look(10.0, same, same, same, 10**8, 2, 4 << 20, 20, 0)
+    first = soak.Look(10.0, same, same, same, 10**8, 2, 4 << 20, ["a", "b"], 0)
     return dataclasses.replace(first, **more)
 
 
@@ -61,7 +61,7 @@ def look(**more: Any) -> soak.Look:
         ({"proportional_bytes": 2 * 10**8}, "system: bytes of proportional memory were 100000000"),
         ({"segments": 3}, "system: segments were 2"),
         ({"segment_bytes": 5 << 20}, "system: segment_bytes were 4194304"),
-        ({"files": 21}, "system: files were 20"),
+        ({"files": ["a", "c"]}, "system: files were ['a', 'b']"),
         ({"zombies": 1}, "system: zombies were 0"),
     ],
 )
