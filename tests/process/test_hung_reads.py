@@ -393,14 +393,19 @@ def system_on_fuse(vault: Path, name: str, folder: Path) -> Iterator[tuple[Syste
             system.end()
 
 
+def hang_in_a_read(ring: smoe.Ring, server: Fuse) -> None:
+    """Have a worker wait for a file system that answers nobody, until `server.go_on()`."""
+    forget(server.path)
+    server.stop()
+    with pytest.raises(ReadTimeout):
+        ring.fetch(1, [0])
+
+
 def test_status_names_the_stuck_worker(vault: Path, ring_name: str, tmp_path: Path) -> None:
     with system_on_fuse(vault, ring_name, tmp_path) as (system, server):
         with smoe.attach(ring_name) as ring:
             patiently(ring, 0, [0]).release()
-            forget(server.path)
-            server.stop()
-            with pytest.raises(ReadTimeout):
-                ring.fetch(1, [0])
+            hang_in_a_read(ring, server)
             patiently(ring, 0, [0]).release()
             until(lambda: any(row.stuck for row in system.look().workers), "a stuck worker")
             status = system.status()
@@ -435,10 +440,7 @@ def test_workers_that_a_drain_left_in_a_read_end_after_it(
 
     with system_on_fuse(vault, ring_name, tmp_path) as (system, server):
         with smoe.attach(ring_name) as ring:
-            forget(server.path)
-            server.stop()
-            with pytest.raises(ReadTimeout):
-                ring.fetch(1, [0])
+            hang_in_a_read(ring, server)
         with ControlClient(ring_name, timeout_ms=100) as control, pytest.raises(NoAnswer):
             control.call(commands.Drain())  # it goes on
         assert system.ask(commands.Drain(resume=True)).state == "live"
@@ -452,10 +454,7 @@ def test_workers_that_a_drain_left_in_a_read_end_after_it(
 def test_nothing_is_begun_while_a_stop_waits_for_a_read(vault: Path, ring_name: str, tmp_path: Path) -> None:
     with system_on_fuse(vault, ring_name, tmp_path) as (system, server):
         with smoe.attach(ring_name) as ring:
-            forget(server.path)
-            server.stop()
-            with pytest.raises(ReadTimeout):
-                ring.fetch(1, [0])
+            hang_in_a_read(ring, server)
         system.ask(commands.Stop())
         changes = (
             commands.Workers(count=3),
@@ -493,10 +492,7 @@ def test_down_with_a_read_that_hangs(
                 assert process.stdout is not None
                 until(lambda: process.stdout.readline().startswith("ready: "), "ready")
                 with smoe.attach(ring_name) as ring:
-                    forget(server.path)
-                    server.stop()
-                    with pytest.raises(ReadTimeout):
-                        ring.fetch(1, [0])
+                    hang_in_a_read(ring, server)
                 process.terminate()
                 lines = process.stdout.read().splitlines()
                 assert process.wait(LIMIT_S) == 0
@@ -512,10 +508,7 @@ def test_a_killed_supervisor_with_a_read_that_hangs(vault: Path, ring_name: str,
         pids = [row.pid for row in system.look().workers]
         try:
             with smoe.attach(ring_name) as ring:
-                forget(server.path)
-                server.stop()
-                with pytest.raises(ReadTimeout):
-                    ring.fetch(1, [0])
+                hang_in_a_read(ring, server)
             system.signal(signal.SIGKILL)
             system.wait()
             until(lambda: all(state_of(pid) in "ZX" for pid in pids), "an end of the workers")
