@@ -422,14 +422,15 @@ class Soak(Chaos):
         self.wait(self.resting, "all rest, and all processes are there")
         nothing = ("held", "reserved", "queued", "reading", "failed", "guesses")
         self.wait(lambda: not any(self.eye.census()[key] for key in nothing), "a quiet ring")
+        # Prewarm may have been killed while it saved the popularity; the next save takes what that leaves.
+        self.ask(Histogram(action="save"))
         end = time.monotonic() + SETTLE_S  # a connection that was cut off is noticed later, and so on
         look = self.count()
         while time.monotonic() < end and not (self.looks and not [*look.differences(self.looks[0])]):
             self.pass_time(0.2)
             look = self.count()
-        self.looks.append(
-            look
-        )  # no other one: what is there for a moment, as a file in the making, is no growth
+        # No other one: what is there for a moment, as a file in the making, is no growth.
+        self.looks.append(look)
         self.command_all(0)
 
     def command_all(self, what: int) -> None:
@@ -457,8 +458,6 @@ class Soak(Chaos):
                 samples.setdefault(role, []).append(look_at(pid, self.at_s))
         segments = [*Path("/dev/shm").glob(f"smoe.{self.name}*")]
         files = {path.name for folder in (self.folder, runtime.runtime_folder()) for path in folder.iterdir()}
-        # Prewarm may be killed while it saves the popularity; the next save takes what that leaves.
-        files = {name for name in files if not name.endswith(".expert_freq.bin.tmp")}
         return Look(
             self.at_s,
             {role: sorted(s.descriptors for s in of) for role, of in samples.items()},
